@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from specdec_mlx import stats as stats
     from specdec_mlx import vision as vision
     from specdec_mlx.batch_generation import batch_generate as batch_generate
-    from specdec_mlx.batch_generation import (
-        batch_stream_generate as batch_stream_generate,
-    )
+    from specdec_mlx.batch_generation import batch_stream_generate as batch_stream_generate
     from specdec_mlx.contracts import AcceptanceRule as AcceptanceRule
     from specdec_mlx.contracts import Draft as Draft
     from specdec_mlx.contracts import DraftContext as DraftContext
@@ -32,9 +30,7 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.heads.loading import load_head as load_head
     from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
     from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
-    from specdec_mlx.drafters.prompt_lookup import (
-        PromptLookupDrafter as PromptLookupDrafter,
-    )
+    from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
     from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate

@@ -26,9 +26,7 @@ OWN_PACKAGE = "specdec-mlx"
 DEFAULT_DRAFTER = "auto"  # the drafter of commands that are told none
 MODEL_DRAFTER = "model"  # the name of a draft model, wherever it comes from
 NO_DRAFTER = "none"  # the name of plain decoding
-PROCESS = (
-    "process"  # a memory that ends with its process, where a file's name could stand
-)
+PROCESS = "process"  # a memory that ends with its process, where a file's name could stand
 AUTO = "auto"  # the draft length that is chosen by what pays
 RULES = ("auto", "match", "coupled", "rejection", "block")
 """Names of the library's own rules."""
@@ -42,9 +40,7 @@ WORDS = {"true": True, "false": False, "none": None}
 _INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 
 
-_FLOAT = re.compile(
-    r"[+-]?(\d{1,18}\.?\d{0,18}|\.\d{1,18})(e[+-]?\d{1,3})?", re.ASCII | re.I
-)
+_FLOAT = re.compile(r"[+-]?(\d{1,18}\.?\d{0,18}|\.\d{1,18})(e[+-]?\d{1,3})?", re.ASCII | re.I)
 
 
 FOREIGN = re.compile(r"--.*(spec|draft|lookup|assistant|ngram)")
@@ -101,11 +97,7 @@ def shown(value: object) -> str:
     name = getattr(value, "__name__", None)
     if isinstance(name, str):
         return name
-    is_plain = (
-        isinstance(value, Sequence)
-        or hasattr(value, "tolist")
-        or "\n" not in repr(value)
-    )
+    is_plain = isinstance(value, Sequence) or hasattr(value, "tolist") or "\n" not in repr(value)
     return " ".join(reprlib.repr(value).split()) if is_plain else type(value).__name__
 
 
@@ -135,9 +127,7 @@ def whole(name: str, value: Any, least: int | None = None, or_else: str = "") ->
     except TypeError:
         number = None
     if number is None or (least is not None and number < least):
-        raise wrong(
-            name, value, f"an int{'' if least is None else f' >= {least}'}{or_else}"
-        )
+        raise wrong(name, value, f"an int{'' if least is None else f' >= {least}'}{or_else}")
     return number
 
 
@@ -153,9 +143,7 @@ def check_names(
     given: Iterable[str], called: Callable[..., Any], *takers: Callable[..., Any]
 ) -> None:
     """Raise TypeError for an argument that neither what was called nor what it calls takes."""
-    known = {
-        name for one in (called, *takers) for name in inspect.signature(one).parameters
-    }
+    known = {name for one in (called, *takers) for name in inspect.signature(one).parameters}
     for name in given:
         if name not in known:
             raise TypeError(
@@ -189,9 +177,7 @@ class Parser(argparse.ArgumentParser):
     def add_help_all(self, rare: Iterable[str]) -> None:
         """Leave these flags, given without dashes, to `--help-all`."""
         self.rare = frozenset(f"--{name}" for name in rare)
-        self.add_argument(
-            "--help-all", action=_HelpAll, nargs=0, help="explain all flags and exit"
-        )
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="explain all flags and exit")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The arguments as a namespace; ends the process for what is not known."""
@@ -223,9 +209,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = did_you_mean(str(value), known)
-            raise argparse.ArgumentError(
-                action, f"{value!r} is none of {', '.join(known)}.{near}"
-            )
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(known)}.{near}")
 
 
 class _HelpAll(argparse.Action):
@@ -260,9 +244,7 @@ def known(what: str, names: Sequence[str]) -> Callable[[str], str]:
     return checked(parse)
 
 
-def number(
-    kind: Callable[[str], Any], least: float, most: float
-) -> Callable[[str], Any]:
+def number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[str], Any]:
     """The `type` of a flag that takes a number within bounds; `kind` is int or float."""
 
     @functools.wraps(kind)
@@ -277,9 +259,7 @@ def number(
 def add_lighter_arguments(parser: Any) -> None:
     """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
     how = {"type": argument(positive_int), "metavar": "N"}
-    parser.add_argument(
-        "--draft-layers", help="Draft with its first layers only.", **how
-    )
+    parser.add_argument("--draft-layers", help="Draft with its first layers only.", **how)
 
 
 def existing_file(text: str) -> Path:
@@ -321,9 +301,7 @@ def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
     return kept
 
 
-def installed(
-    group: str, what: str, taken: Iterable[str] = ()
-) -> dict[str, EntryPoint]:
+def installed(group: str, what: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
     """The entry points of a group by name: our own first, then those of packages by their name.
 
     A UserWarning names packages that want a name that another has, or one of `taken`, ours.
@@ -331,9 +309,7 @@ def installed(
     owners = dict.fromkeys(taken, OWN_PACKAGE)
     known: dict[str, EntryPoint] = {}
     found = [(package_of(entry), entry) for entry in entry_points(group=group)]
-    for package, entry in sorted(
-        found, key=lambda one: (one[0] != OWN_PACKAGE, one[0])
-    ):
+    for package, entry in sorted(found, key=lambda one: (one[0] != OWN_PACKAGE, one[0])):
         owner = owners.setdefault(entry.name, package)
         if owner == package:
             known.setdefault(entry.name, entry)
@@ -362,29 +338,18 @@ def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
     return kind
 
 
-def make_with(
-    what: str, name: str, kind: Callable[..., T], options: dict[str, Any]
-) -> T:
+def make_with(what: str, name: str, kind: Callable[..., T], options: dict[str, Any]) -> T:
     """`kind(**options)`, of options that were typed; `what` and `name` are for the error.
 
     Raises ValueError for an option that it does not take, or of another type than annotated.
     """
     hints = _annotations(kind)
     try:
-        return kind(
-            **{
-                key: _fitted(key, value, hints.get(key))
-                for key, value in options.items()
-            }
-        )
+        return kind(**{key: _fitted(key, value, hints.get(key)) for key, value in options.items()})
     except TypeError as error:
-        near = "".join(
-            did_you_mean(option, hints) for option in options if option not in hints
-        )
+        near = "".join(did_you_mean(option, hints) for option in options if option not in hints)
         said = f"{error}.{near}" if hints else f"{name} takes no options ({error})."
-        raise ValueError(
-            f"{what.capitalize()} {name!r}: {said} {help_on(kind)}"
-        ) from error
+        raise ValueError(f"{what.capitalize()} {name!r}: {said} {help_on(kind)}") from error
 
 
 def help_on(kind: Callable[..., Any]) -> str:

@@ -16,13 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchKVCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, RotatingKVCache
 
 from specdec_mlx.caches import leaves, saved_buffer
 from specdec_mlx.token_ids import to_ids
@@ -46,10 +40,7 @@ class Slots:
     def add_row(self, num_positions: int, num_rows: int) -> None:
         """Add a row that holds so many positions, after so many others; all end at the right."""
         first = 0 if self.window is None else max(0, num_positions - self.window)
-        rows = [
-            *self.positions[:num_rows],
-            np.arange(first, num_positions, dtype=np.int32),
-        ]
+        rows = [*self.positions[:num_rows], np.arange(first, num_positions, dtype=np.int32)]
         width = max(map(len, rows))
         self.positions = np.stack(
             [np.pad(row, (width - len(row), 0), constant_values=EMPTY) for row in rows]
@@ -65,9 +56,7 @@ class Slots:
     def mask(self, num_queries: int, window: int | None) -> mx.array:
         """Slots that each query sees, [rows, 1, S, slots]; ValueError for a model's own mask."""
         if num_queries != self._queries.shape[1]:
-            raise ValueError(
-                f"a mask for {num_queries} of {self._queries.shape[1]} tokens"
-            )
+            raise ValueError(f"a mask for {num_queries} of {self._queries.shape[1]} tokens")
         window = window or self.window
         if window not in self._masks:
             queries, keys = self._queries[:, :, None], self.positions[:, None, :]
@@ -106,9 +95,7 @@ class SlotCache(BatchKVCache):  # type: ignore[misc]
         super().__init__([])
         self.slots = slots
 
-    def make_mask(
-        self, N: int, window_size: int | None = None, **options: Any
-    ) -> mx.array:
+    def make_mask(self, N: int, window_size: int | None = None, **options: Any) -> mx.array:
         """Slots that each query of the latest pass sees; see mlx-lm's."""
         return self.slots.mask(N, window_size)
 
@@ -226,9 +213,7 @@ class BatchCaches:
                 cache.filter(ids)
         self.ends = [self.ends[row] for row in rows]
 
-    def feed(
-        self, model: nn.Module, texts: Sequence[Sequence[int] | mx.array]
-    ) -> mx.array:
+    def feed(self, model: nn.Module, texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
         """Logits [rows, S, V], lazy, of the next tokens of each row, padded on the right."""
         self._begin([len(text) for text in texts])
         logits: mx.array = model(_padded(texts), cache=self.caches)
@@ -263,9 +248,7 @@ class BatchCaches:
             for cache, before in self._before:
                 pairs = zip(before, cache.cache, strict=True)
                 cache.cache = [_chosen(is_back, old, new) for old, new in pairs]
-            reached = zip(
-                self._began if self._before else ends, self.ends, is_back, strict=True
-            )
+            reached = zip(self._began if self._before else ends, self.ends, is_back, strict=True)
             self.ends = [to if back else end for to, end, back in reached]
         for slots in self._slots.values():
             dropped, order = slots.compact(self.ends)
@@ -296,9 +279,7 @@ def _padded(texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
     return mx.array(padded)
 
 
-def _chosen(
-    rows: Sequence[bool], old: mx.array | None, new: mx.array | None
-) -> mx.array | None:
+def _chosen(rows: Sequence[bool], old: mx.array | None, new: mx.array | None) -> mx.array | None:
     """The old state in the rows that are marked, the new one in the others."""
     if new is None:
         return None

@@ -21,14 +21,7 @@ from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.generation import (
-    Prompt,
-    SpeculativeResponse,
-    TextUnderWay,
-    encode,
-    loaded,
-    speeds,
-)
+from specdec_mlx.generation import Prompt, SpeculativeResponse, TextUnderWay, encode, loaded, speeds
 from specdec_mlx.loop import Token
 from specdec_mlx.options import BatchArguments, Options, max_tokens_of
 from specdec_mlx.stats.account import SpeculationStats
@@ -113,9 +106,7 @@ def batch_stream_generate(
         stop_tokens=frozenset(tokenizer.eos_token_ids),
         returns_caches=return_prompt_caches,
     )
-    columns = zip(
-        prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False
-    )
+    columns = zip(prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False)
     requests = (
         Request(
             ids,
@@ -129,8 +120,7 @@ def batch_stream_generate(
         for ids in repeat(encode(tokenizer, prompt), num_samples)
     )
     seeded = (
-        replace(request, seed=own)
-        for request, own in zip(requests, _seeds(seed), strict=False)
+        replace(request, seed=own) for request, own in zip(requests, _seeds(seed), strict=False)
     )
     name = drafter if isinstance(drafter, str) else ""
     with wired_limit(model, [how.stream]):
@@ -238,17 +228,13 @@ def batch_generate(
         "generation_tps": generation_tokens / decode_time if decode_time else 0.0,
     }
     known = {one.name for one in fields(BatchStats)}
-    stats = BatchStats(
-        **{name: value for name, value in figures.items() if name in known}
-    )
+    stats = BatchStats(**{name: value for name, value in figures.items() if name in known})
     result = SpeculativeBatchResponse(
         strings,
         stats,
         [last.prompt_cache for last in lasts] if return_prompt_caches else None,
         token_ids=tokens if return_token_ids else None,
-        logprobs=[[item.logprobs for item in text] for text in said]
-        if return_logprobs
-        else None,
+        logprobs=[[item.logprobs for item in text] for text in said] if return_logprobs else None,
         speculation=[last.stats for last in lasts],
     )
     if verbose:
@@ -277,9 +263,7 @@ def _respond(
 
     def let_in() -> None:
         places = batch.schedule
-        while places.num_open < places.max_texts and (
-            samples := [*islice(requests, num_samples)]
-        ):
+        while places.num_open < places.max_texts and (samples := [*islice(requests, num_samples)]):
             for request in samples:
                 uid = batch.insert(request)
                 start = tokenizer.detokenizer, len(request.prompt), drafter

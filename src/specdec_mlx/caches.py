@@ -131,9 +131,7 @@ class RotatingWindow(SavedBuffers, TrimToPath):
             return True
         rows = cache.keys.shape[2]
         in_order = cache._idx == rows
-        return bool(
-            in_order and (rows == cache.offset or rows - back >= cache.max_size)
-        )
+        return bool(in_order and (rows == cache.offset or rows - back >= cache.max_size))
 
     def trim(self, cache: Any, back: int) -> int:
         back = min(back, cache.offset)
@@ -339,26 +337,20 @@ class Rollback:
         def run() -> mx.array:
             if call is not None:
                 return call(model, tokens, self.caches, **inputs)
-            logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(
-                0
-            )
+            logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
             return logits
 
         if states is None or width == 1:
             logits = self._all_or_nothing(run)
         else:
             caches = list(leaves(self.caches))
-            logits, self._chosen = self._all_or_nothing(
-                lambda: states.run(run, caches, width)
-            )
+            logits, self._chosen = self._all_or_nothing(lambda: states.run(run, caches, width))
         self.position += logits.shape[0]
         return logits
 
     def checkpoint(self) -> None:
         """Remember this position, before a pass with a draft; of earlier ones the last is kept."""
-        saved = [
-            s.save(cache) if s.must_restore else None for cache, s in self.strategies()
-        ]
+        saved = [s.save(cache) if s.must_restore else None for cache, s in self.strategies()]
         earlier = self.checkpoints
         while earlier and earlier[-1][0] >= self.position:
             earlier = earlier[:-1]
@@ -398,9 +390,7 @@ class Rollback:
     @property
     def end(self) -> int:
         """Positions that the caches hold, those of earlier turns included."""
-        offsets = (
-            cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset")
-        )
+        offsets = (cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset"))
         return max(offsets, default=self.base + self.position)
 
     def keep(self, position: int, kept: Sequence[int]) -> int:
@@ -439,9 +429,7 @@ class Rollback:
         def go_back() -> int:
             pairs = self.strategies()
             if all(strategy.can_trim(cache, back) for cache, strategy in pairs):
-                self._check(
-                    [strategy.trim(cache, back) for cache, strategy in pairs], back
-                )
+                self._check([strategy.trim(cache, back) for cache, strategy in pairs], back)
                 return back
             return self._return_to_checkpoint(position)
 
@@ -452,15 +440,10 @@ class Rollback:
         """Every cache that holds state, with its strategy; found anew where one was replaced."""
         if [*map(id, self._found_in)] != [*map(id, self.caches)]:
             self._found_in = list(self.caches)
-            self._found = [
-                (cache, strategy_for(cache)) for cache in leaves(self.caches)
-            ]
+            self._found = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
         if not self._chosen:
             return self._found
-        return [
-            (cache, self._chosen.get(i) or s)
-            for i, (cache, s) in enumerate(self._found)
-        ]
+        return [(cache, self._chosen.get(i) or s) for i, (cache, s) in enumerate(self._found)]
 
     def _all_or_nothing(self, change: Callable[[], T]) -> T:
         """Put every cache back if a change of them raises; a note says which cannot be."""
@@ -495,17 +478,13 @@ class Rollback:
         for (cache, strategy), state in zip(self.strategies(), saved, strict=True):
             if strategy.must_restore:
                 strategy.restore(cache, state)
-            dropped.append(
-                back if strategy.must_restore else strategy.trim(cache, back)
-            )
+            dropped.append(back if strategy.must_restore else strategy.trim(cache, back))
         self._check(dropped, back)
         return back
 
     def _check(self, dropped: Sequence[int], back: int) -> None:
         """Raise CacheRollbackError unless every cache dropped what was asked."""
-        for layer, (cache, got) in enumerate(
-            zip(leaves(self.caches), dropped, strict=True)
-        ):
+        for layer, (cache, got) in enumerate(zip(leaves(self.caches), dropped, strict=True)):
             if got != back:
                 raise CacheRollbackError(
                     f"Cache {layer} ({type(cache).__name__}) gave back {got} of {back} positions. "
@@ -553,10 +532,7 @@ def refused_after_failure(caches: Sequence[Any]) -> Iterator[None]:
             mark_unusable(caches, f"a generation {OTHER_THREAD}")
             raise CacheRollbackError(f"This generation {OTHER_THREAD}") from failure
         reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
-        mark_unusable(
-            caches,
-            f"a generation was interrupted and could not be undone ({reason}).",
-        )
+        mark_unusable(caches, f"a generation was interrupted and could not be undone ({reason}).")
         raise
 
 
@@ -599,9 +575,7 @@ def _about(cache: Any) -> tuple[type, list[Any] | None]:
     """The class of a cache, and the sizes of what it holds; None where nothing is there."""
     if isinstance(cache, ArraysCache):
         is_filled = all(slot is not None for slot in cache.cache)
-        return type(cache), [
-            slot.shape[1:] for slot in cache.cache
-        ] if is_filled else None
+        return type(cache), [slot.shape[1:] for slot in cache.cache] if is_filled else None
     keys: Any = getattr(cache, "keys", None)
     is_array = isinstance(keys, mx.array)
     sizes = [keys.shape[1], keys.shape[-1]] if is_array else None

@@ -181,9 +181,7 @@ class Draft:
             if isinstance(tokens, mx.array)
             else [tokens[i] for i in nodes],
             logprobs=None if self.logprobs is None else self.logprobs[mx.array(nodes)],
-            evidence=None
-            if self.evidence is None
-            else [self.evidence[i] for i in nodes],
+            evidence=None if self.evidence is None else [self.evidence[i] for i in nodes],
             parents=parents,
         )
 
@@ -262,9 +260,7 @@ class DraftContext:
         """
         return self.draft_gumbels(start, 1, index)[0]
 
-    def draft_gumbels(
-        self, start: int, n: int, first: int = 0
-    ) -> Float[mx.array, "n vocab"]:
+    def draft_gumbels(self, start: int, n: int, first: int = 0) -> Float[mx.array, "n vocab"]:
         """The noise of n tokens of a draft from `first` on, one row each, in fewer operations."""
         assert self.noise is not None
         assert self.vocab_size is not None
@@ -454,9 +450,7 @@ class AcceptanceRule(Protocol):
     def name(self) -> str:
         """Name for `rule=`."""
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Decision:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """Decide about a draft of at least one token, which need not be computed yet.
 
         target: at K+1 positions; where greedy, `target.probs` is a one-hot, and a rule that is
@@ -558,8 +552,7 @@ class FeatureRows:
 
         return cls(
             layers={
-                layer: join([part.layers[layer] for part in parts])
-                for layer in parts[0].layers
+                layer: join([part.layers[layer] for part in parts]) for layer in parts[0].layers
             },
             head_input=together([part.head_input for part in parts]),
             top_tokens=together([part.top_tokens for part in parts]),
@@ -748,17 +741,13 @@ def session_groups(session: Session, key: str) -> list[list[tuple[str, Session]]
 
 def session_parts(session: Session, key: str) -> list[tuple[str, DraftSession]]:
     """Parts of a session; by default itself, with the key given."""
-    return (
-        list(session.parts) if isinstance(session, SessionGroups) else [(key, session)]
-    )
+    return list(session.parts) if isinstance(session, SessionGroups) else [(key, session)]
 
 
 def key_of(drafter: Drafter) -> str:
     """`key` of a drafter, for what is learned of it; by default class and options, its `repr`."""
     kind, key = type(drafter), getattr(drafter, "key", None)
-    described = (
-        repr(drafter) if hasattr(kind, "__dataclass_fields__") else kind.__qualname__
-    )
+    described = repr(drafter) if hasattr(kind, "__dataclass_fields__") else kind.__qualname__
     return f"{kind.__module__}.{described}" if key is None else key
 
 
@@ -773,16 +762,12 @@ def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
 def models_of(drafter: Drafter | None) -> list[nn.Module]:
     """`model` of a drafter and of its parts, each once; their memory is kept wired."""
     models = [getattr(part, "model", None) for part in all_drafters(drafter)]
-    return list(
-        {id(model): model for model in models if isinstance(model, nn.Module)}.values()
-    )
+    return list({id(model): model for model in models if isinstance(model, nn.Module)}.values())
 
 
 def check_is_drafter(drafter: object) -> None:
     """Raise ValueError for what is neither a drafter nor None."""
-    if drafter is None or (
-        isinstance(drafter, Drafter) and not isinstance(drafter, type)
-    ):
+    if drafter is None or (isinstance(drafter, Drafter) and not isinstance(drafter, type)):
         return
     if isinstance(drafter, type):
         instead = f"give {shown(drafter)}()"
@@ -793,9 +778,7 @@ def check_is_drafter(drafter: object) -> None:
     raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")
 
 
-def begin_session(
-    drafter: Drafter, tokens: Sequence[int], context: DraftContext
-) -> Session:
+def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext) -> Session:
     """Begin a drafter's session; DraftError for one without `propose` or `observe`."""
     session = drafter.begin(tokens, context)
     if not isinstance(session, DraftSession | SessionGroups):

@@ -30,9 +30,7 @@ def read_text(path: Path | str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text ({error}). Convert it first."
-        ) from error
+        raise ValueError(f"{path} is not UTF-8 text ({error}). Convert it first.") from error
 
 
 def text_lines(path: Path | str) -> Iterator[tuple[int, str]]:

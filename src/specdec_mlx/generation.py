@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,23 +15,14 @@ from mlx_lm.generate import GenerationResponse, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.arguments import check_names, wrong
-from specdec_mlx.contracts import (
-    Drafter,
-    Origin,
-    models_of,
-)
+from specdec_mlx.contracts import Drafter, Origin, models_of
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.guided import with_forced
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import Token as Token
 from specdec_mlx.loop import speculate
-from specdec_mlx.options import (
-    Options,
-    TextArguments,
-    max_tokens_of,
-    processors_of,
-)
+from specdec_mlx.options import Options, TextArguments, max_tokens_of, processors_of
 from specdec_mlx.progress import progress_bar
 from specdec_mlx.sequence import prompt_ids
 from specdec_mlx.stats.account import SpeculationStats
@@ -188,12 +171,7 @@ def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeRes
         print(response.text, end="", flush=True)
         yield response
     if response is not None:
-        print(
-            "\n" + "=" * 10,
-            *speeds(response),
-            f"Speculation: {response.stats}",
-            sep="\n",
-        )
+        print("\n" + "=" * 10, *speeds(response), f"Speculation: {response.stats}", sep="\n")
 
 
 def speeds(told: Any) -> list[str]:
@@ -267,13 +245,9 @@ def stream_generate(
     name = drafter if isinstance(drafter, str) else ""
     if not name and chosen is not None:
         name = type(chosen).__name__
-    text = TextUnderWay(
-        how.tokenizer.detokenizer, num_prompt, name, StopStrings(how.stop)
-    )
+    text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, StopStrings(how.stop))
     models = [model, *models_of(chosen)]
-    return respond(
-        tokens, text, models, how.max_tokens, how.tokenizer.eos_token_ids, how.stream
-    )
+    return respond(tokens, text, models, how.max_tokens, how.tokenizer.eos_token_ids, how.stream)
 
 
 def generate(
@@ -310,11 +284,7 @@ def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
     check_model(model)
     if tokenizer is None or isinstance(tokenizer, str | Path):
         raise wrong("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")
-    return (
-        tokenizer
-        if isinstance(tokenizer, TokenizerWrapper)
-        else TokenizerWrapper(tokenizer)
-    )
+    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
@@ -323,9 +293,7 @@ def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
     Raises PromptError for messages where the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
-        special = tokenizer.bos_token is None or not prompt.startswith(
-            tokenizer.bos_token
-        )
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         return list(tokenizer.encode(prompt, add_special_tokens=special))
     if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
         if not tokenizer.has_chat_template:
@@ -333,7 +301,5 @@ def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
                 "The prompt is a list of chat messages, and the tokenizer has no chat template. "
                 "Give the text itself, or a tokenizer with a template."
             )
-        return list(
-            tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
-        )
+        return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True))
     return prompt_ids(prompt)

@@ -65,9 +65,7 @@ SHORT = 8  # texts of at most so many tokens are drafted from their first pass o
 CLEAR_CACHE_EVERY = 256
 """Tokens after which MLX's buffer cache is cleared, as in mlx-lm's `generate_step`."""
 
-HIT_RATE_DECAY = (
-    0.8  # decay of the moving average of "this round kept something of its draft"
-)
+HIT_RATE_DECAY = 0.8  # decay of the moving average of "this round kept something of its draft"
 
 FIRST_HIT_RATE = 0.3  # initial value of that average
 
@@ -150,13 +148,9 @@ def speculate(
         history=history,
     )
     parts.stats.num_unnamed = 0 if drafter is None else num_unnamed
-    tokens = Generation.of(parts, how, callers_cache=how.prompt_cache).run(
-        parts.context
-    )
+    tokens = Generation.of(parts, how, callers_cache=how.prompt_cache).run(parts.context)
     drafting = parts.drafting
-    return (
-        drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
-    )
+    return drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
 
 
 @dataclass
@@ -196,9 +190,7 @@ class Generation:
             "stops": [before + stop for stop in options.prefill_stops],
         }
         if told is not None:
-            reading["on_progress"] = lambda done, total: told(
-                done - before, total - before
-            )
+            reading["on_progress"] = lambda done, total: told(done - before, total - before)
         four = parts.target, parts.sequence, parts.drafting, parts.stats
         return cls(*four, options.stream, callers_cache, reading)
 
@@ -273,9 +265,7 @@ class Generation:
         pending = self.sequence.tokens[start:]
         embeddings = self.sequence.embeddings_from(start, len(pending))
         with mx.stream(self.stream):
-            under_way = self.target.launch(
-                pending, draft, self.sequence.num_generated, embeddings
-            )
+            under_way = self.target.launch(pending, draft, self.sequence.num_generated, embeddings)
         self.drafting.is_under_way = True
         return self.clock.launched(under_way, part=self.drafting.part)
 
@@ -327,11 +317,7 @@ class Generation:
         self.target.rollback.keep(draft_began, kept)
 
     def next_round(
-        self,
-        current: Round,
-        outcome: Outcome,
-        ahead: Round | None,
-        emits_first: bool,
+        self, current: Round, outcome: Outcome, ahead: Round | None, emits_first: bool
     ) -> Round | None:
         """The round after this one, its pass launched; None if this one's tokens are to go first.
 
@@ -360,9 +346,7 @@ class Generation:
         if self.drafting.drafter is not None:
             self.drafting.observe()
 
-    def emit(
-        self, current: Round, outcome: Outcome, following: Round | None
-    ) -> Iterator[Token]:
+    def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
         """Hand out the tokens of a round, while the next one is under way."""
         if self.drafting.values is not None:
             self.clock.time_if_hidden(following, self.drafting.values)
@@ -392,10 +376,7 @@ class Generation:
 
     def feed(self, num_tokens: int) -> None:
         """Feed the next tokens of the text, at most so many, for the caches alone."""
-        start, size = (
-            self.target.rollback.position,
-            min(num_tokens, self.reader.step_size),
-        )
+        start, size = (self.target.rollback.position, min(num_tokens, self.reader.step_size))
         tokens = to_ids(self.sequence.tokens[start : start + size])
         self.target.feed(tokens, self.sequence.embeddings_from(start, size))
         if self.drafting.features is not None:
@@ -410,9 +391,7 @@ class Generation:
             end = sequence.end if self.is_prefilled else sequence.num_history
             close_all(
                 lambda: bring_caches_to(end, self.target, caches, self.feed),
-                lambda: remember(
-                    caches if sequence.has_prompt else None, sequence.tokens[:end]
-                ),
+                lambda: remember(caches if sequence.has_prompt else None, sequence.tokens[:end]),
                 lambda: self.drafting.close(end),
             )
 
@@ -479,9 +458,7 @@ class RoundClock:
         """A pass is about to be launched."""
         self._launch_began = self.now()
 
-    def launched(
-        self, under_way: PendingPass, *, is_ahead: bool = False, part: str = ""
-    ) -> Round:
+    def launched(self, under_way: PendingPass, *, is_ahead: bool = False, part: str = "") -> Round:
         """It is under way; part: key of the drafter whose draft it verifies."""
         began = self._launch_began if self._draft_began is None else self._draft_began
         self._draft_began = None
@@ -490,9 +467,7 @@ class RoundClock:
         self._launching += draft_seconds + launch_seconds
         drafted = len(under_way.draft.tokens)
         pending = under_way.num_fed - drafted
-        return Round(
-            under_way, drafted, pending, draft_seconds, launch_seconds, is_ahead, part
-        )
+        return Round(under_way, drafted, pending, draft_seconds, launch_seconds, is_ahead, part)
 
     @property
     def was_undisturbed(self) -> bool:
@@ -500,12 +475,7 @@ class RoundClock:
         return self.away < max(self.waited, HARDLY * self.seconds)
 
     def record(
-        self,
-        current: Round,
-        outcome: Outcome,
-        ahead: Round | None,
-        context: int,
-        started: float,
+        self, current: Round, outcome: Outcome, ahead: Round | None, context: int, started: float
     ) -> RoundRecord:
         """The account of the round that was just read.
 
@@ -614,14 +584,7 @@ def assemble(
         tuning = tuning_for(model) if options.tuning is None else options.tuning
         length = make_draft_length(options.num_draft_tokens, tuning)
     parts = assemble_around(
-        target,
-        prompt,
-        drafter,
-        length,
-        options,
-        context,
-        ranks=ranks,
-        num_said=num_said,
+        target, prompt, drafter, length, options, context, ranks=ranks, num_said=num_said
     )
     parts.sequence.has_prompt = len(prompt_tokens) > 0
     parts.sequence.num_history = len(history)
@@ -659,17 +622,10 @@ def assemble_around(
 
 
 def verifier_for(
-    model: nn.Module,
-    rollback: Rollback,
-    options: Options,
-    *,
-    probe: bool,
-    noise: Noise,
+    model: nn.Module, rollback: Rollback, options: Options, *, probe: bool, noise: Noise
 ) -> Verifier:
     """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
-    next_token = NextToken(
-        options.sampler or Sampling(), options.logits_processors or (), noise
-    )
+    next_token = NextToken(options.sampler or Sampling(), options.logits_processors or (), noise)
     return Verifier(
         model,
         rollback,

@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import mlx.core as mx
-from mlx_lm.generate import (
-    DEFAULT_QUANTIZED_KV_START,
-    generation_stream,
-)
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 
 from specdec_mlx.arguments import shown, whole, wrong
-from specdec_mlx.contracts import (
-    AcceptanceRule,
-    LogitsProcessor,
-)
+from specdec_mlx.contracts import AcceptanceRule, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.sampling import Noise, Sampler, Sampling
@@ -24,9 +18,7 @@ from specdec_mlx.sampling import Noise, Sampler, Sampling
 
 def max_tokens_of(given: Any, least: int = 0) -> int:
     """A number of tokens to write, -1 for no limit; ValueError for anything else."""
-    return (
-        -1 if given == -1 else whole("max_tokens", given, least, ", or -1 for no limit")
-    )
+    return -1 if given == -1 else whole("max_tokens", given, least, ", or -1 for no limit")
 
 
 def noise_of(seed: int | None) -> Noise:
@@ -38,18 +30,14 @@ def check_sampler(sampler: object) -> None:
     """Raise ValueError for a sampler that cannot be called."""
     if not callable(sampler) or isinstance(sampler, type):
         how = "a sampler, such as specdec_mlx.Sampling(temp=...)"
-        raise wrong(
-            "sampler", sampler, f"{how}. For a temperature give temp={shown(sampler)}"
-        )
+        raise wrong("sampler", sampler, f"{how}. For a temperature give temp={shown(sampler)}")
 
 
 def processors_of(given: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
     """The logits processors; ValueError for anything but a list of them."""
     if isinstance(given, Sequence) and all(map(callable, given)):
         return list(given)
-    raise wrong(
-        "logits_processors", given, f"a list of processors, such as [{shown(given)}]"
-    )
+    raise wrong("logits_processors", given, f"a list of processors, such as [{shown(given)}]")
 
 
 def sampler_of(
@@ -59,16 +47,12 @@ def sampler_of(
 
     filters: `top_p`, `min_p` and `top_k` of a `Sampling`, 0 for none.
     """
-    used: dict[str, Any] = {
-        name: value for name, value in filters.items() if value != 0
-    }
+    used: dict[str, Any] = {name: value for name, value in filters.items() if value != 0}
     if temp is None and not used:
         return sampler
     if sampler is not None:
         name = next(iter(used), "temp")
-        raise ValueError(
-            f"Give {name}= or sampler=, not both: a sampler has its own {name}."
-        )
+        raise ValueError(f"Give {name}= or sampler=, not both: a sampler has its own {name}.")
     return Sampling(0.0 if temp is None else temp, **used)
 
 
@@ -149,9 +133,7 @@ class Options:
         checked: dict[str, Any] = {"max_tokens": max_tokens_of(self.max_tokens)}
         for name, least in (("prefill_step_size", 1), ("kv_group_size", 1)):
             checked[name] = whole(name, getattr(self, name), least)
-        checked["quantized_kv_start"] = whole(
-            "quantized_kv_start", self.quantized_kv_start, 0
-        )
+        checked["quantized_kv_start"] = whole("quantized_kv_start", self.quantized_kv_start, 0)
         for name in ("max_kv_size", "kv_bits"):
             if (value := getattr(self, name)) is not None:
                 checked[name] = whole(name, value, 1)

@@ -76,9 +76,7 @@ class RankMessage(NamedTuple):
         """All of it, as many numbers each time."""
         *head, tokens, _ = self
         parents = [parent + 1 for parent in self.parents or ()]
-        lists = [
-            [*part, *[0] * (MOST_TOKENS - len(part))] for part in (tokens, parents)
-        ]
+        lists = [[*part, *[0] * (MOST_TOKENS - len(part))] for part in (tokens, parents)]
         return [*head, len(tokens), len(parents), *lists[0], *lists[1]]
 
     @classmethod
@@ -86,9 +84,7 @@ class RankMessage(NamedTuple):
         """Read what `numbers` gave."""
         state, end, checksum, is_drawn, part, num_tokens, num_parents, *both = numbers
         parents = [parent - 1 for parent in both[MOST_TOKENS:][:num_parents]]
-        return cls(
-            state, end, checksum, is_drawn, part, both[:num_tokens], parents or None
-        )
+        return cls(state, end, checksum, is_drawn, part, both[:num_tokens], parents or None)
 
 
 WORD = 32  # bits of a number that is sent
@@ -110,9 +106,7 @@ class Ranks:
         """Numbers [n] below 2^32 of every rank, in the order of ranks; n is the same on all."""
         with mx.stream(self.stream):
             own = mx.array(list(numbers), mx.uint32)[None]
-            gathered: list[list[int]] = mx.distributed.all_gather(
-                own, group=self.group
-            ).tolist()  # type: ignore[assignment]
+            gathered: list[list[int]] = mx.distributed.all_gather(own, group=self.group).tolist()  # type: ignore[assignment]
         return gathered
 
     def from_first(self, own: mx.array | None, shape: Sequence[int]) -> mx.array:
@@ -126,10 +120,7 @@ class Ranks:
 
 def _group_of(model: nn.Module) -> mx.distributed.Group | None:
     for module in model.modules():
-        for group in (
-            getattr(module, "group", None),
-            getattr(module, "sharding_group", None),
-        ):
+        for group in (getattr(module, "group", None), getattr(module, "sharding_group", None)):
             if isinstance(group, mx.distributed.Group) and group.size() > 1:
                 return group
         if getattr(module, "pipeline_size", 1) > 1:
@@ -192,9 +183,7 @@ class SharedDrafting(Drafting):
         *others: Any,
         **options: Any,
     ) -> None:
-        super().__init__(
-            drafter, length if ranks.is_first else Fixed(0), *others, **options
-        )
+        super().__init__(drafter, length if ranks.is_first else Fixed(0), *others, **options)
         self.ranks = ranks
         self.is_under_way = True  # the first thing that all ranks do is to meet
         self.is_over = False
@@ -204,9 +193,7 @@ class SharedDrafting(Drafting):
         self.first_end = 0
         self._num_met = 0  # tokens of the text at the latest meeting
         self._everywhere = [
-            key_of(part)
-            for part in all_drafters(drafter)
-            if optional(part, "on_every_rank")
+            key_of(part) for part in all_drafters(drafter) if optional(part, "on_every_rank")
         ]
 
     def begin(self, context: DraftContext) -> None:
@@ -252,10 +239,7 @@ class SharedDrafting(Drafting):
         sequence = self.sequence
         known = [sequence.max_tokens % (1 << WORD), self.drafter is not None]
         known += sequence.tokens[self._num_met :]
-        checksum, self._num_met = (
-            zlib.crc32(array("I", known).tobytes()),
-            len(sequence.tokens),
-        )
+        checksum, self._num_met = (zlib.crc32(array("I", known).tobytes()), len(sequence.tokens))
         about = is_drawn, part, to_list(draft.tokens), draft.parents
         message = RankMessage(state, sequence.end, checksum, *about)
         try:
@@ -266,9 +250,7 @@ class SharedDrafting(Drafting):
         messages = [RankMessage.read(numbers) for numbers in gathered]
         self.is_under_way = False
         self.is_alike = len({one.checksum for one in messages}) == 1
-        failed = [
-            rank for rank, one in enumerate(messages) if one.state == State.FAILED
-        ]
+        failed = [rank for rank, one in enumerate(messages) if one.state == State.FAILED]
         if failed and self.failure is None:
             self.failure = RankError(
                 f"Rank {failed[0]} failed, and all ranks end with it; its own error says why."
@@ -293,9 +275,7 @@ class SharedDrafting(Drafting):
         elif first.is_drawn and not first.part:
             shape = len(first.tokens), self.target.vocab_size()
             logprobs = self.ranks.from_first(own.logprobs, shape)
-        return replace(
-            own, tokens=first.tokens, logprobs=logprobs, parents=first.parents
-        )
+        return replace(own, tokens=first.tokens, logprobs=logprobs, parents=first.parents)
 
     def _drawn_anew(self, first: RankMessage) -> mx.array:
         """The distribution [K, V] of a draft that rank 0 has drawn, from this rank's own session.
@@ -313,18 +293,14 @@ class SharedDrafting(Drafting):
             part = next(p for group in self.groups for p in group if p.key == key)
             draft = self._ask(part, num_tokens)
             if len(draft) != num_tokens or draft.logprobs is None:
-                raise DraftError(
-                    f"{key} drew {len(draft)} tokens here, {num_tokens} on rank 0."
-                )
+                raise DraftError(f"{key} drew {len(draft)} tokens here, {num_tokens} on rank 0.")
             return draft.logprobs
         except Exception as error:
             self.failure = error
             vocab_size = self.target.vocab_size()
             return mx.full((num_tokens, vocab_size), -math.log(vocab_size))
 
-    def as_on_first(
-        self, tokens: Generator[Any, None, None]
-    ) -> Generator[Any, None, None]:
+    def as_on_first(self, tokens: Generator[Any, None, None]) -> Generator[Any, None, None]:
         """The tokens of a generation that rank 0's caller has, a round late on the other ranks."""
         if self.ranks.is_first:
             yield from tokens

@@ -22,14 +22,7 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from specdec_mlx.arguments import (
-    RULE_GROUP,
-    installed,
-    load,
-    make_with,
-    split_spec,
-    wrong,
-)
+from specdec_mlx.arguments import RULE_GROUP, installed, load, make_with, split_spec, wrong
 from specdec_mlx.contracts import (
     AcceptanceRule,
     Agreement,
@@ -42,13 +35,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.token_ids import to_ids
 
-__all__ = [
-    "Block",
-    "CoinRule",
-    "Rejection",
-    "acceptance_probability",
-    "residual",
-]
+__all__ = ["Block", "CoinRule", "Rejection", "acceptance_probability", "residual"]
 
 if TYPE_CHECKING:
     Array = Any
@@ -151,9 +138,7 @@ def log_where_positive(probs: Any) -> Any:
     return xp.log(xp.where(probs > 0, probs, 1))
 
 
-def at(
-    probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]
-) -> Float[Array, " k"]:
+def at(probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]) -> Float[Array, " k"]:
     """probs[i, tokens[i]] for each row i; [K]."""
     return namespace_of(probs).take_along_axis(probs, tokens[:, None], axis=-1)[:, 0]
 
@@ -182,9 +167,7 @@ class CoinRule(ABC):
     matches_greedy: bool = False
 
     @abstractmethod
-    def accept_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
-    ) -> Chances:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         """Chance that the coin of each draft position shows heads; [K]."""
 
     def num_accepted(self, coins: Bool[Array, " k"]) -> Integer[Array, ""]:
@@ -193,17 +176,11 @@ class CoinRule(ABC):
 
     @abstractmethod
     def next_probs(
-        self,
-        target_probs: Rows,
-        draft_tokens: Ids,
-        draft_probs: Drawn,
-        num_accepted: Array | int,
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
     ) -> Law:
         """Distribution of the token that follows n kept ones; [V]."""
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Decision:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """Toss the coins and draw the token after; see `AcceptanceRule.decide`."""
         if target.greedy and self.matches_greedy:
             return Agreement(target.tokens)
@@ -225,9 +202,7 @@ class Match:
     name = "match"
     needs_distribution = False
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Agreement:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Agreement:
         """Compare with the target's own draws."""
         return Agreement(target.tokens)
 
@@ -251,23 +226,16 @@ class Rejection(CoinRule):
     name = "rejection"
     matches_greedy = True
 
-    def accept_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
-    ) -> Chances:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         """min(1, p/q) at each draft token; [K]."""
         return acceptance_probability(target_probs[:-1], draft_probs, draft_tokens)
 
     def next_probs(
-        self,
-        target_probs: Rows,
-        draft_tokens: Ids,
-        draft_probs: Drawn,
-        num_accepted: Array | int,
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
     ) -> Law:
         """Residual at the rejected position, or p after the last draft token; [V]."""
         return residual(
-            row(target_probs, num_accepted),
-            row(with_zero_row(draft_probs), num_accepted),
+            row(target_probs, num_accepted), row(with_zero_row(draft_probs), num_accepted)
         )
 
 
@@ -283,9 +251,7 @@ class Block(CoinRule):
     name = "block"
     matches_greedy = True
 
-    def accept_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
-    ) -> Chances:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         r"""$h_i = s_i / (s_i + 1 - p_i)$, $s_i$ the mass of $\max(0, p_i p - q)$ after x_i; [K].
 
         $s_K = h_K = p_K$. 0/0 means that x_i is sure to be kept and p = q after it; 1 is taken.
@@ -306,11 +272,7 @@ class Block(CoinRule):
         return xp.max(kept) if coins.shape[0] else xp.sum(kept)
 
     def next_probs(
-        self,
-        target_probs: Rows,
-        draft_tokens: Ids,
-        draft_probs: Drawn,
-        num_accepted: Array | int,
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
     ) -> Law:
         r"""$\mathrm{norm}(\max(0, p_n p - q))$, or p after the last draft token; [V]."""
         weights = running_weights(target_probs, draft_tokens, draft_probs)
@@ -345,9 +307,7 @@ class AutoRule:
     name = "auto"
     needs_distribution = False
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Decision:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """Pass on to the rule that suits the draft."""
         has_choice = target.has_distribution and not target.greedy
         rule = self.for_draft(draft) if has_choice else Match()
@@ -373,9 +333,7 @@ def rule_names() -> list[str]:
     return [*RULES, *_installed()]
 
 
-def make_rule(
-    choice: str | AcceptanceRule, *, is_seeded: bool = False
-) -> AcceptanceRule:
+def make_rule(choice: str | AcceptanceRule, *, is_seeded: bool = False) -> AcceptanceRule:
     """The rule that a caller passed: one, or NAME:key=value,... as "lenient:lenience=0.5".
 
     With a seed "auto" is coupled: under block the length of a draft, which timing chooses, would
@@ -388,13 +346,9 @@ def make_rule(
     """
     rule: Any = choice
     if isinstance(choice, str):
-        name, options = split_spec(
-            "coupled" if is_seeded and choice == "auto" else choice
-        )
+        name, options = split_spec("coupled" if is_seeded and choice == "auto" else choice)
         if name not in RULES and name not in _installed():
-            raise UnknownNameError(
-                f"Unknown rule {name!r}. Known: {', '.join(rule_names())}."
-            )
+            raise UnknownNameError(f"Unknown rule {name!r}. Known: {', '.join(rule_names())}.")
         kind = RULES.get(name) or load(_installed()[name], "rule")
         rule = make_with("rule", name, kind, options)
     if isinstance(rule, AcceptanceRule) and not isinstance(rule, type):

@@ -18,13 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 from jaxtyping import Float, Integer
-from mlx_lm.sample_utils import (
-    apply_min_p,
-    apply_top_k,
-    apply_top_p,
-    apply_xtc,
-    make_sampler,
-)
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_sampler
 
 from specdec_mlx.arguments import require, wrong
 from specdec_mlx.contracts import LogitsProcessor
@@ -64,9 +58,7 @@ class Sampling:
     xtc_special_tokens: Sequence[int] | None = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "xtc_special_tokens", tuple(self.xtc_special_tokens or ())
-        )
+        object.__setattr__(self, "xtc_special_tokens", tuple(self.xtc_special_tokens or ()))
         for name, least in (("min_tokens_to_keep", 1), ("top_k", 0)):
             number: int = getattr(self, name)
             is_whole = isinstance(number, Integral) and number >= least
@@ -115,8 +107,7 @@ class Sampling:
         if self.xtc_probability == 0:
             return self._finish(x)
         plain, without_top = (
-            mx.exp(_normalize(self._finish(y)))
-            for y in (x, self._exclude_top_choices(x))
+            mx.exp(_normalize(self._finish(y))) for y in (x, self._exclude_top_choices(x))
         )
         share = self.xtc_probability
         return mx.log((1 - share) * plain + share * without_top)
@@ -132,9 +123,7 @@ class Sampling:
         assert gumbel is not None
         return mx.argmax(self._unnormalized(logprobs) + gumbel, axis=-1)
 
-    def __call__(
-        self, logprobs: Float[mx.array, "*batch vocab"]
-    ) -> Integer[mx.array, "*batch"]:
+    def __call__(self, logprobs: Float[mx.array, "*batch vocab"]) -> Integer[mx.array, "*batch"]:
         """Token ids [...] for log-probabilities [..., V], like any sampler of mlx-lm."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
@@ -169,9 +158,7 @@ def _normalize(x: mx.array) -> mx.array:
 
 def _point_mass(logprobs: mx.array) -> mx.array:
     best = mx.argmax(logprobs, axis=-1, keepdims=True)
-    return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(
-        mx.float32
-    )
+    return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(mx.float32)
 
 
 def check_draft_temp(draft_temp: float | None) -> None:
@@ -317,15 +304,11 @@ class Noise:
         first = self._mixed(purpose, position)
         return mx.array([(_mix(first + i) >> 40) * 2.0**-24 for i in range(n)])
 
-    def gumbel(
-        self, purpose: str, position: int, vocab: int
-    ) -> Float[mx.array, " vocab"]:
+    def gumbel(self, purpose: str, position: int, vocab: int) -> Float[mx.array, " vocab"]:
         """Standard Gumbel noise [V]: argmax(log p + noise) is distributed as p."""
         return mx.random.gumbel(shape=(vocab,), key=self.key(purpose, position))
 
-    def gumbels(
-        self, places: Sequence[tuple[str, int]], vocab: int
-    ) -> Float[mx.array, "n vocab"]:
+    def gumbels(self, places: Sequence[tuple[str, int]], vocab: int) -> Float[mx.array, "n vocab"]:
         """Gumbel noise of several purposes and positions, one row each; as `gumbel` for each."""
         if len(places) == 1:
             return self.gumbel(*places[0], vocab)[None]

@@ -26,10 +26,7 @@ from specdec_mlx.caches import (
     states_of,
     wait_for,
 )
-from specdec_mlx.contracts import (
-    Drafter,
-    Target,
-)
+from specdec_mlx.contracts import Drafter, Target
 from specdec_mlx.errors import PromptError
 from specdec_mlx.options import Options
 from specdec_mlx.token_ids import to_ids
@@ -38,29 +35,19 @@ from specdec_mlx.token_ids import to_ids
 def prompt_ids(prompt: Any) -> list[int]:
     """Token ids of a prompt as a list; waits for an array. PromptError for anything else."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(ids, Sequence) and all(
-        hasattr(kind, "__index__") for kind in {*map(type, ids)}
-    ):
+    if isinstance(ids, Sequence) and all(hasattr(kind, "__index__") for kind in {*map(type, ids)}):
         return list(map(operator.index, ids))
-    expected = (
-        "token ids, a flat list of ints; generate also takes text and chat messages"
-    )
-    raise PromptError(
-        f"prompt={shown(prompt)}: expected {expected}, batch_generate several."
-    )
+    expected = "token ids, a flat list of ints; generate also takes text and chat messages"
+    raise PromptError(f"prompt={shown(prompt)}: expected {expected}, batch_generate several.")
 
 
 def check_prompt(
-    tokens: Sequence[int] | mx.array,
-    embeddings: mx.array | None,
-    drafter: Drafter | None,
+    tokens: Sequence[int] | mx.array, embeddings: mx.array | None, drafter: Drafter | None
 ) -> list[int]:
     """The prompt [n] as a list; embeddings [n, D] may be fed in its place. Raises PromptError."""
     prompt = prompt_ids(tokens)
     if not prompt and embeddings is None:
-        raise PromptError(
-            "The prompt is empty. Give at least one token, such as the BOS token."
-        )
+        raise PromptError("The prompt is empty. Give at least one token, such as the BOS token.")
     if prompt and min(prompt) < 0:
         raise PromptError(f"The prompt holds token {min(prompt)}; token ids are >= 0.")
     if embeddings is None or len(prompt) == len(embeddings):
@@ -105,11 +92,7 @@ def split_cache(
     )
     if not is_list or len(prompt_cache) < len(fresh):
         made_by = "mlx_lm.models.cache.make_prompt_cache(model)"
-        raise wrong(
-            "prompt_cache",
-            prompt_cache,
-            f"a list of caches, {len(fresh)} as of {made_by}",
-        )
+        raise wrong("prompt_cache", prompt_cache, f"a list of caches, {len(fresh)} as of {made_by}")
     check_usable(prompt_cache)
     return prompt_cache[: len(fresh)], prompt_cache[len(fresh) :] or None
 
@@ -168,9 +151,7 @@ class SequenceState:
     @property
     def shown_at_first(self) -> Sequence[int]:
         """Tokens that logits processors see before one is drawn."""
-        return self.tokens[
-            self.num_history if SHOWS_PROMPT else self.prompt_length - 1 :
-        ]
+        return self.tokens[self.num_history if SHOWS_PROMPT else self.prompt_length - 1 :]
 
     def num_remaining(self, besides: int = 0) -> int | None:
         """Tokens wanted beyond those known and `besides` more; None for no limit."""
@@ -209,16 +190,11 @@ def close_all(*closings: Callable[[], None]) -> None:
         is_ordinary = isinstance(failure, Exception)
         if error is None or isinstance(error, GeneratorExit) or not is_ordinary:
             raise failure
-        error.add_note(
-            f"{type(failure).__name__} at the end of the generation: {failure}"
-        )
+        error.add_note(f"{type(failure).__name__} at the end of the generation: {failure}")
 
 
 def bring_caches_to(
-    end: int,
-    target: Target,
-    callers_cache: list[Any] | None,
-    feed: Callable[[int], None],
+    end: int, target: Target, callers_cache: list[Any] | None, feed: Callable[[int], None]
 ) -> None:
     """Bring the caller's caches to exactly the first `end` tokens of the text; `feed` feeds more.
 
@@ -280,9 +256,7 @@ class PromptReader:
 
     def read(self) -> int:
         """Read the next part, and wait for it; returns how many tokens."""
-        stop = next(
-            (stop for stop in self.stops if stop > self.num_read), len(self.prompt)
-        )
+        stop = next((stop for stop in self.stops if stop > self.num_read), len(self.prompt))
         size = min(self.num_left, self.step_size, stop - self.num_read)
         if size <= 0:
             return 0
@@ -305,9 +279,7 @@ class PromptReader:
 NAME = "specdec_mlx_tokens"
 
 
-def remember(
-    prompt_cache: Sequence[Any] | None, tokens: Sequence[int] | mx.array
-) -> None:
+def remember(prompt_cache: Sequence[Any] | None, tokens: Sequence[int] | mx.array) -> None:
     """Name the tokens that a prompt cache holds, for drafters of generations that go on from it.
 
     A generation of ours does so itself at its end. A host that reads a prompt with the model names
@@ -345,9 +317,5 @@ def history_of(
     history = tokens_on(caches) if given is None else prompt_ids(given)
     end = Rollback(caches or [], len(history) if caches else 0).end
     if len(history) > end:
-        raise wrong(
-            "history",
-            history,
-            f"{end} tokens at most, which is what prompt_cache holds",
-        )
+        raise wrong("history", history, f"{end} tokens at most, which is what prompt_cache holds")
     return history, end - len(history)

@@ -34,22 +34,10 @@ from specdec_mlx.contracts import (
 from specdec_mlx.errors import DraftError, LogitsError, VerdictError
 from specdec_mlx.exactness.probe import first_inexact, warn_of_chains
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of
-from specdec_mlx.models.anatomy import (
-    Taps,
-    check_readable,
-    keys_values_of,
-    vocab_size_of,
-)
+from specdec_mlx.models.anatomy import Taps, check_readable, keys_values_of, vocab_size_of
 from specdec_mlx.options import Options, check_sampler, processors_of
 from specdec_mlx.rules import make_rule
-from specdec_mlx.sampling import (
-    GumbelRows,
-    Noise,
-    Sampler,
-    Sampling,
-    max_window,
-    read_sampler,
-)
+from specdec_mlx.sampling import GumbelRows, Noise, Sampler, Sampling, max_window, read_sampler
 from specdec_mlx.token_ids import read_all, to_ids, to_list
 from specdec_mlx.trees.passes import TreeLayout, takes_trees, tree_pass
 from specdec_mlx.trees.rules import tree_rule_for
@@ -59,9 +47,7 @@ from specdec_mlx.trees.shape import depths_of, path_to
 def check_model(model: object) -> None:
     """Raise ValueError for a model that is not loaded."""
     if not isinstance(model, nn.Module):
-        raise wrong(
-            "model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)"
-        )
+        raise wrong("model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)")
 
 
 def check_draft(draft: Draft, vocab_size: int) -> None:
@@ -84,10 +70,7 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
             "one, or an mx.array of them. Use .tolist() on arrays of other libraries."
         )
     num_tokens, shape = len(tokens), getattr(draft.logprobs, "shape", None)
-    is_array = isinstance(draft.logprobs, mx.array) and shape == (
-        num_tokens,
-        vocab_size,
-    )
+    is_array = isinstance(draft.logprobs, mx.array) and shape == (num_tokens, vocab_size)
     if draft.logprobs is not None and not is_array:
         raise DraftError(
             f"The drafter's distribution is a {type(draft.logprobs).__name__} of shape {shape}; "
@@ -95,8 +78,7 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
             "token."
         )
     if parents is not None and not (
-        len(parents) == num_tokens
-        and all(-1 <= parent < i for i, parent in enumerate(parents))
+        len(parents) == num_tokens and all(-1 <= parent < i for i, parent in enumerate(parents))
     ):
         raise DraftError(
             f"The drafter's parents are {list(parents)}; expected {num_tokens} indices, each of an "
@@ -123,10 +105,7 @@ class NextToken:
     """
 
     def __init__(
-        self,
-        sampler: Sampler | Sampling,
-        processors: Sequence[LogitsProcessor],
-        noise: Noise,
+        self, sampler: Sampler | Sampling, processors: Sequence[LogitsProcessor], noise: Noise
     ) -> None:
         check_sampler(sampler)
         self.sampler = read_sampler(sampler) or sampler
@@ -153,29 +132,17 @@ class NextToken:
         """Run pure processors over rows [K+1, V], each with the history that it would have."""
         rows = []
         for i in range(logits.shape[0]):
-            before = (
-                drafted[:i]
-                if parents is None
-                else drafted[_index(path_to(i - 1, parents))]
-            )
+            before = drafted[:i] if parents is None else drafted[_index(path_to(i - 1, parents))]
             rows.append(self.process_row(logits[i : i + 1], before))
         return mx.concatenate(rows)
 
-    def process_row(
-        self, logits: mx.array, drafted: Sequence[int] | mx.array
-    ) -> mx.array:
+    def process_row(self, logits: mx.array, drafted: Sequence[int] | mx.array) -> mx.array:
         """Run the processors over one row [1, V], after tokens of a draft."""
         if self.history is None:
             return logits
-        seen = (
-            mx.concatenate([self.history, to_ids(drafted)])
-            if len(drafted)
-            else self.history
-        )
+        seen = mx.concatenate([self.history, to_ids(drafted)]) if len(drafted) else self.history
         for processor in self.processors:
-            logits = _returned(
-                "processor", processor(seen, logits), logits.shape, mx.floating
-            )
+            logits = _returned("processor", processor(seen, logits), logits.shape, mx.floating)
         return logits
 
     def draw(
@@ -184,17 +151,12 @@ class NextToken:
         """The target's own token [K+1] at each row [K+1, V]; rows of one depth share noise."""
         if self.sampling is None:
             ids = [self.sampler(row[None]) for row in logprobs]  # any ints
-            ids = [
-                _returned("sampler", token, (1,), mx.integer).astype(mx.int64)
-                for token in ids
-            ]
+            ids = [_returned("sampler", token, (1,), mx.integer).astype(mx.int64) for token in ids]
             return mx.concatenate(ids)
         if self.sampling.greedy:
             return self.sampling.draw(logprobs, None)
         if parents is None:
-            return self.sampling.draw(
-                logprobs, self._gumbels.at(position, *logprobs.shape)
-            )
+            return self.sampling.draw(logprobs, self._gumbels.at(position, *logprobs.shape))
         depths = [0, *(depth + 1 for depth in depths_of(parents))]
         noise = self._gumbels.at(position, max(depths) + 1, logprobs.shape[-1])
         return self.sampling.draw(logprobs, noise[_index(depths)])
@@ -209,9 +171,7 @@ def clip_ids(ids: mx.array, vocab_size: int) -> mx.array:
     return mx.clip(ids, 0, vocab_size - 1).astype(mx.uint32)
 
 
-def _returned(
-    by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategory
-) -> mx.array:
+def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategory) -> mx.array:
     """The array that a callable of the caller's returned; ValueError for another value."""
     if isinstance(found, mx.array):
         if found.shape == shape and mx.issubdtype(found.dtype, kind):
@@ -248,11 +208,7 @@ class RoundPositions:
     def each(self) -> list[mx.array]:
         """`logprobs` once more, each row [1, V] in memory of its own: a slice would keep all."""
         count = self.logprobs.shape[0]
-        return list(
-            map(
-                mx.subtract, mx.split(self._logits, count), mx.split(self.scales, count)
-            )
-        )
+        return list(map(mx.subtract, mx.split(self._logits, count), mx.split(self.scales, count)))
 
     @cached_property
     def probs(self) -> mx.array:
@@ -326,11 +282,7 @@ class LazyPass:
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
         tokens = self.results["target_tokens"]
-        return (
-            clip_ids(tokens, self.logprobs[0].shape[-1])
-            if self.is_sampled
-            else to_ids(tokens)
-        )
+        return clip_ids(tokens, self.logprobs[0].shape[-1]) if self.is_sampled else to_ids(tokens)
 
     def wait(self) -> None:
         """Wait until it is computed."""
@@ -403,9 +355,7 @@ class StepwisePass:
         tokens: list[int] = []
         while len(tokens) <= len(drafted) and tokens == drafted[: len(tokens)]:
             row = len(tokens)
-            token, bad, logprobs = (
-                self._row(row, drafted[:row]) if row else self._first_row
-            )
+            token, bad, logprobs = self._row(row, drafted[:row]) if row else self._first_row
             token_id, is_bad = to_list(mx.concatenate([token, bad]))
             if is_bad and not row:
                 raise LogitsError(NOT_FINITE)
@@ -543,10 +493,7 @@ class ModelPass:
         if not self.probe:
             return False
         end = self.rollback.end
-        if (
-            takes_trees(self.rollback)
-            and first_inexact(self.model, end, on_trees=True) is None
-        ):
+        if takes_trees(self.rollback) and first_inexact(self.model, end, on_trees=True) is None:
             return True
         if self.taps is None:
             warn_of_chains(self.model)
@@ -591,9 +538,7 @@ class Verifier(ModelPass):
         """Show processors the text when no pass comes after it; logprobs: [1, V], any."""
         self.next_token.process_row(logprobs, ())
 
-    def draft_context(
-        self, tokenizer: Any, draft_cache: list[Any] | None
-    ) -> DraftContext:
+    def draft_context(self, tokenizer: Any, draft_cache: list[Any] | None) -> DraftContext:
         """The target as a drafter may know it."""
         return DraftContext(
             sampling=self.next_token.sampling,
@@ -630,15 +575,11 @@ class Verifier(ModelPass):
             drafted = self.drafted_ids(draft)
             fed = mx.concatenate([fed, drafted])
         logits = self.feed(fed, embeddings, draft.parents, in_round=True)
-        pass_ = self.judge(
-            logits[-num_drafted - 1 :], draft, drafted, position, num_fed
-        )
+        pass_ = self.judge(logits[-num_drafted - 1 :], draft, drafted, position, num_fed)
         to_compute = pass_.to_compute
         if (taps := self.taps) is not None:
             assert taps.features is not None
-            features = (
-                FeatureRows.joined([*rows, taps.features]) if rows else taps.features
-            )
+            features = FeatureRows.joined([*rows, taps.features]) if rows else taps.features
             pass_.features = features
             if features.top_tokens is not None:
                 to_compute.append(features.top_tokens)
@@ -646,19 +587,12 @@ class Verifier(ModelPass):
         return pass_
 
     def judge(
-        self,
-        logits: mx.array,
-        draft: Draft,
-        drafted: mx.array,
-        position: int,
-        num_fed: int,
+        self, logits: mx.array, draft: Draft, drafted: mx.array, position: int, num_fed: int
     ) -> LazyPass | StepwisePass:
         """The round of a pass that was made, lazy; logits: [K+1, V] from the last pending on."""
         target = self.next_token
         if target.by_row:
-            return StepwisePass(
-                draft, num_fed, logits, target, position, self.end_tokens
-            )
+            return StepwisePass(draft, num_fed, logits, target, position, self.end_tokens)
         if target.processors:
             logits = target.process(logits, drafted, draft.parents)
         rows = RoundPositions(logits, target, position, draft.parents)
@@ -684,9 +618,7 @@ class Verifier(ModelPass):
         q = as_ids.probs
         if draft.logprobs is not None and q is not None:
             results["masses"] = mx.sum(q, axis=-1)
-            results["own"] = mx.take_along_axis(
-                draft.logprobs, drafted[:, None], axis=-1
-            )
+            results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
         return LazyPass(draft, num_fed, rows.each(), decision, results)
 
     def checked(self, draft: Draft, *, may_fork: bool = True) -> Draft:
@@ -715,9 +647,7 @@ class Verifier(ModelPass):
         is_taken = self.tree_rule is not None and not self.next_token.by_row
         return is_taken and super().takes_trees()
 
-    def _feed_all_but_last_pass(
-        self, pending: mx.array
-    ) -> tuple[mx.array, list[FeatureRows]]:
+    def _feed_all_but_last_pass(self, pending: mx.array) -> tuple[mx.array, list[FeatureRows]]:
         """Feed pending tokens that one pass has no room for; those that are left, and the rows."""
         rows: list[FeatureRows] = []
         while (room := self.widest_pass()) is not None and 1 < pending.shape[0] > room:

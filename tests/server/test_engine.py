@@ -59,7 +59,7 @@ DRAWN = {"temp": 0.8}
 
 MIXED: list[dict[str, Any]] = [
     {},
-    {"drafters": ["ngram"], "draft_length": 2},
+    {"drafters": ["ngram"], "num_draft_tokens": 2},
     {"drafters": ["none"]},
     {"seed": 3, "sampling": DRAWN},
     {"seed": 4, "sampling": {"temp": 1.2, "top_p": 0.9}, "rule": "coupled"},

@@ -291,7 +291,7 @@ def test_a_thought_ends_with_its_budget(
 THINKS: dict[str, Any] = {"template": {"enable_thinking": True}, "max_tokens": 60}
 LIMITED: list[dict[str, Any]] = [
     {"thought_budget": 7},
-    {"thought_budget": 20, "draft_length": 6, "drafters": ["ngram"]},
+    {"thought_budget": 20, "num_draft_tokens": 6, "drafters": ["ngram"]},
     {"thought_budget": 11, "seed": 3, "sampling": {"temp": 0.9}},
     {"thought_budget": 9, **SCHEMED},
     {"thought_budget": 15, **SCHEMED, "seed": 4, "sampling": {"temp": 1.0}},

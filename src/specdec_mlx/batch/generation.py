@@ -17,14 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.batch.passes import BatchPasses, SharedPasses, ToVerify, make_passes
-from specdec_mlx.batch.schedule import (
-    BatchText,
-    BatchToken,
-    OwnDrafting,
-    Request,
-    Rounds,
-    Schedule,
-)
+from specdec_mlx.batch.schedule import BatchText, BatchToken, OwnDrafting, Request, Rounds, Schedule
 from specdec_mlx.caches import note_other_thread
 from specdec_mlx.contracts import NO_DRAFT, Draft, Drafter, Outcome
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
@@ -97,11 +90,7 @@ class BatchGeneration:
     @property
     def num_cache_bytes(self) -> int:
         """Bytes of the caches of all texts."""
-        caches = (
-            cache
-            for text in self.schedule.reading
-            for cache in text.reader.caches.caches
-        )
+        caches = (cache for text in self.schedule.reading for cache in text.reader.caches.caches)
         return self.passes.num_bytes + sum(int(cache.nbytes) for cache in caches)
 
     def run(self) -> Generator[BatchToken, None, None]:
@@ -203,17 +192,13 @@ class BatchGeneration:
     def _read_together(self) -> None:
         """Read new, short prompts in one padded pass, where that costs less than a pass of each."""
         started = perf_counter()
-        texts = self.schedule.to_read_together(
-            (tuning_for(self.model).prior(5) - 1.0) / 4
-        )
+        texts = self.schedule.to_read_together((tuning_for(self.model).prior(5) - 1.0) / 4)
         if not texts:
             return
         with mx.stream(self.options.stream):
             for text in texts:
                 self.passes.add(text.verifier)
-            assert isinstance(self.passes, SharedPasses), (
-                "to_read_together is empty elsewhere"
-            )
+            assert isinstance(self.passes, SharedPasses), "to_read_together is empty elsewhere"
             self.passes.read([text.generation.sequence.tokens[:-1] for text in texts])
         for text in texts:
             text.generation.prefill()
@@ -244,9 +229,7 @@ class BatchGeneration:
             stats=request.stats,
             of_batch={
                 "target_caches": None,
-                "shared_drafts": self._shared_drafts
-                if self.passes.is_together
-                else None,
+                "shared_drafts": self._shared_drafts if self.passes.is_together else None,
                 "num_unseen": request.num_read,
             },
         )
@@ -309,9 +292,7 @@ class BatchGeneration:
         to_verify = []
         for text, draft in zip(self.schedule.writing, drafts, strict=True):
             sequence, start = text.generation.sequence, text.verifier.rollback.position
-            to_verify.append(
-                ToVerify(sequence.tokens[start:], draft, sequence.num_generated)
-            )
+            to_verify.append(ToVerify(sequence.tokens[start:], draft, sequence.num_generated))
         return self._launch(to_verify, is_ahead=False)
 
     def _would_draft(self) -> bool:
@@ -395,9 +376,7 @@ class BatchGeneration:
         for i, text in enumerate(texts):
             if self.returns_caches and text.finish_reason in ("stop", "length"):
                 with self._alone(text.uid, text), mx.stream(self.options.stream):
-                    text.keep_caches(
-                        self.passes.extract(i), complete=self.completes_caches
-                    )
+                    text.keep_caches(self.passes.extract(i), complete=self.completes_caches)
         with mx.stream(self.options.stream):
             self.passes.keep(staying)
         self.schedule.part()
@@ -416,9 +395,7 @@ class BatchGeneration:
         for (text, round_), outcome in zip(current, outcomes, strict=True):
             left = len(outcome.tokens)
             with self._alone(text.uid, text):
-                for token in text.generation.emit(
-                    round_, outcome, next_of.get(text.uid)
-                ):
+                for token in text.generation.emit(round_, outcome, next_of.get(text.uid)):
                     if text.finish_reason == "removed":
                         break
                     left -= 1

@@ -124,14 +124,10 @@ class SharedPasses(BatchPasses):
         with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
             logits = self.caches.feed(self.model, fed)
         passes = []
-        for row, (verifier, round_) in enumerate(
-            zip(self.verifiers, rounds, strict=True)
-        ):
+        for row, (verifier, round_) in enumerate(zip(self.verifiers, rounds, strict=True)):
             num_fed = len(fed[row])
             mine = logits[row, len(round_.pending) - 1 : num_fed]
-            pass_ = verifier.judge(
-                mine, round_.draft, drafted[row], round_.position, num_fed
-            )
+            pass_ = verifier.judge(mine, round_.draft, drafted[row], round_.position, num_fed)
             if (taps := verifier.taps) is not None:
                 pass_.features = taps.rows(calls, logits[row, :num_fed], row)
             passes.append(pass_)
@@ -199,9 +195,7 @@ def reads_caches(drafter: Drafter) -> bool:
     return isinstance(drafter, ReadsTarget) and bool(drafter.features.caches)
 
 
-def make_passes(
-    model: nn.Module, options: Options, drafter: Drafter | None
-) -> BatchPasses:
+def make_passes(model: nn.Module, options: Options, drafter: Drafter | None) -> BatchPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:
@@ -214,11 +208,6 @@ def make_passes(
         caches = BatchCaches.like(new) if options.kv_bits is None else None
         if caches is not None:
             return SharedPasses(model, caches)
-        reason = (
-            f"caches with {name} cannot be rows; leave it out to write texts together"
-        )
-    warnings.warn(
-        f"specdec_mlx: {reason}. The texts are written one by one.",
-        stacklevel=5,
-    )
+        reason = f"caches with {name} cannot be rows; leave it out to write texts together"
+    warnings.warn(f"specdec_mlx: {reason}. The texts are written one by one.", stacklevel=5)
     return OneByOne()

@@ -62,11 +62,7 @@ class Request:
 
     def waits_for(self, other: Request) -> bool:
         """True if reading the other one's prompt reads this one's: the same, after the same."""
-        if (
-            self.is_read
-            or not isinstance(self.prompt, list)
-            or self.prompt != other.prompt
-        ):
+        if self.is_read or not isinstance(self.prompt, list) or self.prompt != other.prompt:
             return False
         alone = [one.prompt_cache is None or one.num_read > 0 for one in (self, other)]
         return all(alone) or self.prompt_cache is other.prompt_cache
@@ -108,38 +104,24 @@ class BatchText:
         """True if nothing of its prompt is read, and nobody watches how it is."""
         reader, features = self.reader, self.generation.drafting.features
         is_open = self.finish_reason is None and reader.num_left > 0
-        return (
-            is_open and reader.num_read == 0 and features is None and not reader.stops
-        )
+        return is_open and reader.num_read == 0 and features is None and not reader.stops
 
     def may_run_ahead(self, round_: Round) -> bool:
         """True if the next token may be fed before it is known, after the pass of this round."""
         generation = self.generation
-        waits = (
-            generation.drafting.session is not None
-            and generation.sequence.num_generated == 0
-        )
-        return (
-            not round_.num_drafted
-            and not waits
-            and generation.sequence.wants_more(besides=1)
-        )
+        waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
+        return not round_.num_drafted and not waits and generation.sequence.wants_more(besides=1)
 
     def keep_caches(self, alone: Rollback, *, complete: bool) -> None:
         """Hand these caches out at the end; complete: feed what they lack of the text."""
         self.verifier.rollback = alone
-        while (
-            complete
-            and (left := len(self.generation.sequence.tokens) - alone.position) > 0
-        ):
+        while complete and (left := len(self.generation.sequence.tokens) - alone.position) > 0:
             self.generation.feed(left)
         # so that other threads can read them
         mx.async_eval(states_of(alone.caches))
         self.prompt_cache, self.num_cached = alone.caches, alone.position
 
-    def cut_at(
-        self, stop_tokens: frozenset[int], round_: Round, outcome: Outcome
-    ) -> None:
+    def cut_at(self, stop_tokens: frozenset[int], round_: Round, outcome: Outcome) -> None:
         """End with the first stop token of a round, or with the last token wanted."""
         sequence, is_end = self.generation.sequence, self.request.is_end
         if not sequence.wants_more():
@@ -191,11 +173,7 @@ class Schedule:
         Returns both.
         """
         texts = [*self.writing, *self.reading]
-        unread = [
-            (text.uid, text.request)
-            for text in self.reading
-            if text.finish_reason is None
-        ]
+        unread = [(text.uid, text.request) for text in self.reading if text.finish_reason is None]
         self.waiting = unread + self.waiting
         self.writing, self.reading = [], []
         return texts
@@ -217,9 +195,7 @@ class Schedule:
 
     def may_run_ahead(self, current: Rounds) -> bool:
         """True if no text joins, and each one's next token may be fed before it is known."""
-        return not self.may_join and all(
-            text.may_run_ahead(round_) for text, round_ in current
-        )
+        return not self.may_join and all(text.may_run_ahead(round_) for text, round_ in current)
 
     def take(self) -> tuple[int, Request] | None:
         """Take the next text to read: there is a place, and no other one reads its prompt."""
@@ -250,12 +226,8 @@ class Schedule:
             return []
         padded = max(sizes) * len(texts) - sum(sizes)
         is_short = max(sizes) < texts[0].reader.step_size
-        waits = any(
-            one.waits_for(text.request) for _, one in self.waiting for text in texts
-        )
-        return (
-            texts if is_short and not waits and padded * slope <= len(texts) - 1 else []
-        )
+        waits = any(one.waits_for(text.request) for _, one in self.waiting for text in texts)
+        return texts if is_short and not waits and padded * slope <= len(texts) - 1 else []
 
     def join(self, texts: Sequence[BatchText]) -> None:
         """Write these, whose prompts are read."""

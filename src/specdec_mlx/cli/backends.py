@@ -50,9 +50,7 @@ def why_mlx_is_missing(error: ImportError) -> str:
     if not backends:
         what = 'MLX has no backend here: pip install "specdec-mlx[cpu]", or "specdec-mlx[cuda13]" '
         return f"{what}for an NVIDIA GPU."
-    there = ", ".join(
-        f"{name} {number}" for name, number in installed(["mlx", *EXTRAS]).items()
-    )
+    there = ", ".join(f"{name} {number}" for name, number in installed(["mlx", *EXTRAS]).items())
     needs = "" if max(backends) == "mlx-cpu" else " CUDA also needs NVIDIA's driver."
     return f"MLX does not load ({error}) from {there}. Mend it: {reinstall(backends)}.{needs}"
 

@@ -27,15 +27,10 @@ def start_again_with_openblas(command: str) -> dict[str, str]:
     if os.environ.pop(PRELOADED, None):
         return find_openblas()
     arguments = sys.argv[1:]
-    is_command = (
-        arguments[:1] == [command] and sys.orig_argv[-len(arguments) :] == arguments
-    )
+    is_command = arguments[:1] == [command] and sys.orig_argv[-len(arguments) :] == arguments
     if is_command and needs_openblas() and (own := find_openblas()):
         library = own["LD_PRELOAD"]
-        print(
-            f"Preloading OpenBLAS in place of MLX's reference BLAS: {library}",
-            file=sys.stderr,
-        )
+        print(f"Preloading OpenBLAS in place of MLX's reference BLAS: {library}", file=sys.stderr)
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
         environment = {THREADS: str(threads), **os.environ, PRELOADED: "1"}
         for name, value in own.items():
@@ -59,21 +54,14 @@ def find_openblas() -> dict[str, str]:
     with the plain name is kept in the cache.
     """
     with suppress(PackageNotFoundError, OSError, ValueError):
-        library = Path(str(distribution(WHEEL).locate_file(LIBRARY))).resolve(
-            strict=True
-        )
-        (fortran,) = (
-            Path(str(distribution(BACKEND).locate_file(""))).resolve().glob(FORTRAN)
-        )
+        library = Path(str(distribution(WHEEL).locate_file(LIBRARY))).resolve(strict=True)
+        (fortran,) = Path(str(distribution(BACKEND).locate_file(""))).resolve().glob(FORTRAN)
         link = cache_root() / "blas" / fortran.name / "libgfortran.so.5"
         if link.resolve() != fortran:
             link.parent.mkdir(parents=True, exist_ok=True)
             (part := link.with_suffix(f".{os.getpid()}")).symlink_to(fortran)
             part.replace(link)
-        return {
-            "LD_PRELOAD": str(library),
-            "LD_LIBRARY_PATH": f"{link.parent}:{fortran.parent}",
-        }
+        return {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": f"{link.parent}:{fortran.parent}"}
     return {}
 
 
@@ -86,17 +74,9 @@ def blas_name() -> str:
 
 def blas_in(maps: str) -> str:
     """Matrix library among mapped files (/proc/PID/maps), those of NumPy and SciPy left out."""
-    files = {
-        Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line
-    }
-    loaded = [
-        f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")
-    ]
-    names = (
-        name
-        for part, name in KNOWN_BLAS.items()
-        if any(f.startswith(part) for f in loaded)
-    )
+    files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
+    loaded = [f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")]
+    names = (name for part, name in KNOWN_BLAS.items() if any(f.startswith(part) for f in loaded))
     return next(names, REFERENCE_BLAS)
 
 

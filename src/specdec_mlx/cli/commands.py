@@ -55,10 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         return 130
-    except (
-        *(ValueError, RuntimeError, OSError),
-        *(LogitsError, MissingBackendError),
-    ) as error:
+    except (*(ValueError, RuntimeError, OSError), *(LogitsError, MissingBackendError)) as error:
         if sys.stdout.isatty() and name in ("generate", "chat"):
             print()  # ends the line of a text that was streamed
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -94,14 +91,9 @@ def _run(name: str, flags: Sequence[str]) -> int:
 
 def overview() -> str:
     """The commands, a line each."""
-    lines = [
-        f"{PROGRAM} COMMAND: speculative decoding for mlx-lm, the same text, sooner.",
-        "",
-    ]
+    lines = [f"{PROGRAM} COMMAND: speculative decoding for mlx-lm, the same text, sooner.", ""]
     lines += [f"  {name:<13}{text}" for name, text in sorted(commands().items())]
-    return "\n".join(
-        [*lines, "", f"{PROGRAM} COMMAND --help lists the command's flags."]
-    )
+    return "\n".join([*lines, "", f"{PROGRAM} COMMAND --help lists the command's flags."])
 
 
 def commands() -> dict[str, str]:

@@ -59,9 +59,7 @@ def main(args: argparse.Namespace) -> int:
     found = inspect_installation()
     print("\n".join(f"{name:<12} {value}" for name, value in table(found)))
     if found.openblas:
-        print(
-            f"\nrecommended: {OPENBLAS}\nexport {as_shell(found.openblas | {THREADS: '1'})}"
-        )
+        print(f"\nrecommended: {OPENBLAS}\nexport {as_shell(found.openblas | {THREADS: '1'})}")
     problems = list(problems_of(found))
     for problem in problems:
         print(f"\nwarning: {problem}")
@@ -70,13 +68,7 @@ def main(args: argparse.Namespace) -> int:
 
 def inspect_installation() -> Installation:
     """The installation that this process runs on."""
-    runs_on = (
-        "metal"
-        if mx.metal.is_available()
-        else "cuda"
-        if mx.cuda.is_available()
-        else "cpu"
-    )
+    runs_on = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
     refusal = None
     try:
         check_version()
@@ -119,9 +111,7 @@ def problems_of(found: Installation) -> Iterator[str]:
         name, number = next(iter(found.backends.items()))
         yield f"{name} {number} is not of mlx's version, {found.mlx}. {reinstall(found.backends)}"
     elif found.runs_on == "cpu" and any("cuda" in name for name in found.backends):
-        what = (
-            f"{next(iter(found.backends))} finds no GPU, so that all runs on the CPU."
-        )
+        what = f"{next(iter(found.backends))} finds no GPU, so that all runs on the CPU."
         yield f"{what} Look at what nvidia-smi says."
     if found.blas == REFERENCE_BLAS and not found.openblas:
         yield f'{OPENBLAS} pip install "specdec-mlx[cpu]"'

@@ -28,15 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return command
 
     build = add("build", _build, "from files and folders; again, it reads what changed")
-    build.add_argument(
-        "paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders"
-    )
-    build.add_argument(
-        "--tokenizer", required=True, metavar="MODEL", help="folder or name"
-    )
-    build.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="the memory"
-    )
+    build.add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders")
+    build.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
+    build.add_argument("--out", required=True, type=Path, metavar="FILE", help="the memory")
     build.add_argument(
         "--max-tokens", type=count, metavar="N", help=f"oldest go first ({MOST_TOKENS})"
     )

@@ -63,9 +63,7 @@ class Auto:
 
     def _part(self, part: str, kind: type[LookUp]) -> LookUp:
         if part not in self.parts:
-            self.parts[part] = kind(
-                self.prices, self.tuning.of(part, look_up=kind is LookUp)
-            )
+            self.parts[part] = kind(self.prices, self.tuning.of(part, look_up=kind is LookUp))
         return self.parts[part]
 
     def limit(self, part: str, cheap: bool) -> int:
@@ -92,10 +90,7 @@ class Auto:
         return self.parts[part].gain > self._chosen_gain
 
     def best_tree(
-        self,
-        part: str,
-        drafts: Sequence[tuple[str, Draft]],
-        may_fork: Callable[[], bool],
+        self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
     ) -> Draft:
         """The chain, or the tree of all chains' prefixes, that is worth most."""
         firsts = dict(reversed(drafts))  # the first one of each drafter is scored
@@ -105,9 +100,7 @@ class Auto:
         reaches: dict[tuple[int, ...], float] = {}
         for key, draft in drafts:
             tokens, evidence = tokens_and_evidence(draft)
-            for n, reach in enumerate(
-                self.parts[key].reaches(tokens, evidence), start=1
-            ):
+            for n, reach in enumerate(self.parts[key].reaches(tokens, evidence), start=1):
                 path = tuple(tokens[:n])
                 reaches[path] = max(reach, reaches.get(path, 0.0))
         paths = sorted(reaches, key=lambda path: (-reaches[path], len(path)))
@@ -138,8 +131,4 @@ class Auto:
     def wants_timing(self, num_drafted: int) -> bool:
         """True if seconds are needed that a slow caller would hide."""
         cost_model = self.prices.cost_model
-        return (
-            1 + num_drafted not in cost_model.ratios
-            if num_drafted
-            else cost_model.needs_plain
-        )
+        return 1 + num_drafted not in cost_model.ratios if num_drafted else cost_model.needs_plain

@@ -23,18 +23,14 @@ EDGES: dict[str, Sequence[float]] = {
     "share": range(1, 9),
     "places": range(1, 5),
     "rank": range(1, 8),
-    "confidence": (
-        of_shares := (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
-    ),
+    "confidence": (of_shares := (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)),
     "of a draw": of_shares,
     "place": (1, 2, 4, 8, 16, 32),
     "recent": (0.2, 0.4, 0.6, 0.8, 0.95),
 }
 """Features, and the lower ends of their classes; class 0 is below the first one."""
 
-*starts, NUM_WEIGHTS = accumulate(
-    (len(edges) + 1 for edges in EDGES.values()), initial=0
-)
+*starts, NUM_WEIGHTS = accumulate((len(edges) + 1 for edges in EDGES.values()), initial=0)
 START = dict(zip(EDGES, starts, strict=True))
 """Where the classes of each feature begin in the list of weights."""
 RECENT_DECAY = 0.7  # of the moving average of "this token was right", per token
@@ -55,14 +51,10 @@ PLACES = [class_of("place", place) for place in range(33)]
 
 def _read_priors() -> dict[str, list[float]]:
     priors: dict[str, list[float]] = {}
-    for line in (
-        Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()[2:]
-    ):
+    for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()[2:]:
         kind, name, odds = line.split("\t")
         weights = priors.setdefault(kind, [0.0] * NUM_WEIGHTS)
-        weights[START[name] : START[name] + len(EDGES[name]) + 1] = map(
-            float, odds.split()
-        )
+        weights[START[name] : START[name] + len(EDGES[name]) + 1] = map(float, odds.split())
     return priors
 
 
@@ -76,9 +68,7 @@ def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
     shown = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
     found = [class_of("match", shown.match)]
     if shown.confidence is not None:
-        found.append(
-            class_of("of a draw" if shown.is_drawn else "confidence", shown.confidence)
-        )
+        found.append(class_of("of a draw" if shown.is_drawn else "confidence", shown.confidence))
     else:
         found += [class_of("share", shown.share), class_of("places", shown.places)]
     return (*found, class_of("rank", shown.rank)) if shown.rank else tuple(found)
@@ -117,9 +107,7 @@ class Chances:
         tokens: [K] of a copied draft, which continues `before`. first: place of the first one.
         """
         weights, known, chances = self.weights, self.tokens, []
-        recent = weights[START["recent"] + bisect_right(EDGES["recent"], self.recent)][
-            0
-        ]
+        recent = weights[START["recent"] + bisect_right(EDGES["recent"], self.recent)][0]
         latest: Evidence | int | None = None
         base = 0.0
         for place, shown in enumerate(evidence, start=first):
@@ -147,11 +135,7 @@ class Chances:
         """Learn from tokens that were right, or not; the others as in `of_draft`."""
         for place, is_right in enumerate(right, start=first):
             recent = START["recent"] + bisect_right(EDGES["recent"], self.recent)
-            classes = (
-                *classes_of(evidence[place - first]),
-                PLACES[min(place, 32)],
-                recent,
-            )
+            classes = (*classes_of(evidence[place - first]), PLACES[min(place, 32)], recent)
             active = [*map(self.weights.__getitem__, classes)]
             if tokens:
                 for key in (token := tokens[place - first], ~before << 32 | token):
@@ -167,9 +151,7 @@ class Chances:
             for weight in active:
                 variance = weight[1]
                 weight[0] += variance * gain * (is_right - chance)
-                weight[1] = max(
-                    LEAST_VARIANCE, variance * (1 - variance * gain * information)
-                )
+                weight[1] = max(LEAST_VARIANCE, variance * (1 - variance * gain * information))
             self.recent += (1 - RECENT_DECAY) * (is_right - self.recent)
         while len(self.tokens) > MOST_TOKENS:
             del self.tokens[next(iter(self.tokens))]

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from specdec_mlx.contracts import (
-    Draft,
-    DraftSession,
-    RoundRecord,
-)
+from specdec_mlx.contracts import Draft, DraftSession, RoundRecord
 
 
 class DraftLength(Protocol):
@@ -55,10 +51,7 @@ class ValuesDrafts(DraftLength, Protocol):
         """True if a session that costs time promises more than the draft that was chosen last."""
 
     def best_tree(
-        self,
-        part: str,
-        drafts: Sequence[tuple[str, Draft]],
-        may_fork: Callable[[], bool],
+        self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
     ) -> Draft:
         """The chain or the tree that is worth most, of what several look-ups propose.
 

@@ -58,17 +58,9 @@ class Curve(NamedTuple):
 
 def _read() -> dict[str, Curve]:
     curves = {}
-    for line in (
-        Path(__file__)
-        .with_name("chips.tsv")
-        .read_text(encoding="utf-8")
-        .splitlines()[3:]
-    ):
+    for line in Path(__file__).with_name("chips.tsv").read_text(encoding="utf-8").splitlines()[3:]:
         name, costs, tile, fits, *_ = line.split("\t")
-        points = [
-            (int(m), float(cost))
-            for m, cost in (pair.split(":") for pair in costs.split())
-        ]
+        points = [(int(m), float(cost)) for m, cost in (pair.split(":") for pair in costs.split())]
         (_, most), size = points[-1], int(tile)
         for n in range(2, 5 if size else 2):
             points += [((n - 1) * size + 1, n * most), (n * size, n * most)]
@@ -120,12 +112,8 @@ class CostModel:
     _num_odd: int = 0
 
     def __post_init__(self) -> None:
-        self._excess = {
-            m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))
-        }
-        self.first_rows = max(
-            m for m in WIDTHS if self.prior(m) <= self.prior(self.first_rows)
-        )
+        self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
+        self.first_rows = max(m for m in WIDTHS if self.prior(m) <= self.prior(self.first_rows))
         self._fit()
 
     def add(self, rows: int, seconds: float) -> None:
@@ -173,9 +161,7 @@ class CostModel:
 
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""
-        self.ratios = {
-            int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found
-        }
+        self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
         self._fit()
 
     def most_rows(self) -> int:

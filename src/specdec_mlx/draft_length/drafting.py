@@ -83,10 +83,7 @@ class Selection(ABC):
         """Ask this session, or those that it is made of, from now on."""
         self.values = self.length if isinstance(self.length, ValuesDrafts) else None
         self.groups = [
-            [
-                SessionPart(key, is_cheap(one), self._way_to(key, one))
-                for key, one in group
-            ]
+            [SessionPart(key, is_cheap(one), self._way_to(key, one)) for key, one in group]
             for group in session_groups(session, key)
         ]
         kinds = [{part.is_cheap for part in group} for group in self.groups]
@@ -169,13 +166,9 @@ class Selection(ABC):
             draft = part.propose(limit)
         if not isinstance(draft, Draft):
             kind = type(draft).__name__
-            raise DraftError(
-                f"{part.key} proposed a {kind}; expected a specdec_mlx.Draft."
-            )
+            raise DraftError(f"{part.key} proposed a {kind}; expected a specdec_mlx.Draft.")
         if isinstance(draft.tokens, mx.array) and draft.tokens.ndim == 0:
-            raise DraftError(
-                f"{part.key} proposed an array of shape (); expected token ids [K]."
-            )
+            raise DraftError(f"{part.key} proposed an array of shape (); expected token ids [K].")
         if len(draft.tokens) > limit:
             draft = draft.head(limit)
         if part.is_cheap or draft.logprobs is not None:
@@ -268,10 +261,7 @@ class Drafting(Selection):
             return 0
         self.why_none = NO_MATCH
         position, room = self.target.rollback.position, self.target.widest_pass()
-        if (
-            self.sequence.embeddings is not None
-            and position < self.sequence.prompt_length
-        ):
+        if self.sequence.embeddings is not None and position < self.sequence.prompt_length:
             return 0
         if room is not None:
             limit = min(limit, room - max(1, len(self.sequence.tokens) - position))

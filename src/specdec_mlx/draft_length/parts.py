@@ -46,9 +46,7 @@ class Prices:
     context: int = 0
     clock: Callable[[], float] = perf_counter
 
-    def update(
-        self, cost_model: CostModel, tokens: float = 0.0, cost: float = 0.0
-    ) -> None:
+    def update(self, cost_model: CostModel, tokens: float = 0.0, cost: float = 0.0) -> None:
         """Take over present costs, and what a round has brought at which cost."""
         if cost:
             self.tokens = RATE_DECAY * self.tokens + tokens
@@ -111,9 +109,7 @@ class LookUp:
         """Most tokens to ask for."""
         return LENGTHS[-1] if self.learned.chances.recent >= PREDICTABLE else LONGEST
 
-    def reaches(
-        self, tokens: Sequence[int], evidence: Sequence[Evidence | int]
-    ) -> list[float]:
+    def reaches(self, tokens: Sequence[int], evidence: Sequence[Evidence | int]) -> list[float]:
         """[K] chance of each token of a copied chain that it and all before it are accepted."""
         chances = self.learned.chances.of_draft(evidence, tokens, self.latest)
         return [*accumulate(chances, mul)]
@@ -192,12 +188,7 @@ class Model(LookUp):
         length = length or 1
         reading = READING * steps.step * self.num_unread()
         self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
-        loss = (
-            prices.cost_model(1 + length)
-            - 1.0
-            + steps(length)
-            - sum(reaches[:length]) / 2
-        )
+        loss = prices.cost_model(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
         account = self.learned.account
         if max(loss, self.charge) > account.budget:
             self.pause = PAUSE
@@ -226,12 +217,8 @@ class Model(LookUp):
         if not free:
             self._times.append(self.prices.clock())
         self.evidence, chances = evidence, learned.chances.of_draft(evidence)
-        guess, step = (
-            (learned.chances, 0.0) if free else (learned.unseen, learned.steps.step)
-        )
-        chances += guess.of_draft(
-            [latest if free else 0] * (LONGEST - length), first=length
-        )
+        guess, step = (learned.chances, 0.0) if free else (learned.unseen, learned.steps.step)
+        chances += guess.of_draft([latest if free else 0] * (LONGEST - length), first=length)
         best, _ = self.prices.best([*accumulate(chances, mul)], step, length)
         if best > length:
             return Step.GO_ON
@@ -243,9 +230,7 @@ class Model(LookUp):
         """Learn what a draft cost and how far it was right; pause where that is seldom."""
         learned, cost_model, times = self.learned, self.prices.cost_model, self._times
         steps, account = learned.steps, learned.account
-        num_steps = (
-            max(0, len(times) - 1) if self.can_stop else round_.drafted * drafted
-        )
+        num_steps = max(0, len(times) - 1) if self.can_stop else round_.drafted * drafted
         if not drafted:
             account.add()
         self.pause = max(0, self.pause - 1)
@@ -271,9 +256,7 @@ class Model(LookUp):
         extra = (cost_model(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
         if num_steps:
             account.add((round_.emitted - 1) * drafted - extra - self.charge)
-            account.right += (1 - RATE_DECAY) * (
-                (drafted and round_.accepted > 0) - account.right
-            )
+            account.right += (1 - RATE_DECAY) * ((drafted and round_.accepted > 0) - account.right)
             self.unread = 0
         elif self.unread is not None:
             self.unread += round_.emitted

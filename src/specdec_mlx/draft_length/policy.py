@@ -29,17 +29,13 @@ class Fixed:
         """Learn nothing."""
 
 
-def make_draft_length(
-    choice: int | str | DraftLength, tuning: Tuning | None = None
-) -> DraftLength:
+def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = None) -> DraftLength:
     """Policy for what a caller passed as `draft_length`; "auto" goes on with the tuning, if any.
 
     Raises UnknownNameError, or ValueError for what is no int >= 0, no policy or no tuning.
     """
     if tuning is not None and not isinstance(tuning, Tuning):
-        raise wrong(
-            "tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None"
-        )
+        raise wrong("tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None")
     if isinstance(choice, str):
         if choice != AUTO:
             raise UnknownNameError(

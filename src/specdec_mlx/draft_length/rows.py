@@ -41,8 +41,7 @@ class SharedLength:
             by_place = zip_longest(*reaches, fillvalue=0.0)
             width, _ = self.prices.best([sum(each) / len(rows) for each in by_place])
             while width and not all(
-                self.prices.cost_model(1 + width) - 1.0 - sum(reach[:width])
-                <= row.account.budget
+                self.prices.cost_model(1 + width) - 1.0 - sum(reach[:width]) <= row.account.budget
                 for (row, _, _), reach in zip(rows, reaches, strict=True)
             ):
                 width -= 1
@@ -69,9 +68,7 @@ class SharedLength:
                 model.learned.steps.add_whole(cost_model, seconds, width)
         elif steady:
             cost_model.add(1 + width, seconds)
-        cost = cost_model(1 + width) + max(
-            (m.learned.steps(width) for m in models), default=0.0
-        )
+        cost = cost_model(1 + width) + max((m.learned.steps(width) for m in models), default=0.0)
         for length, num_tokens in rows:
             if isinstance(length, RowLength):
                 length.account.add(num_tokens - cost + EXPLORATION)
@@ -88,9 +85,7 @@ class RowLength(Auto):
     def __post_init__(self) -> None:
         self.prices = self.shared.prices
 
-    def begin(
-        self, part: str, session: DraftSession, may_fork: Any
-    ) -> Callable[[int], Draft]:
+    def begin(self, part: str, session: DraftSession, may_fork: Any) -> Callable[[int], Draft]:
         """Chains alone, of a length that is chosen before."""
         return session.propose
 
@@ -114,16 +109,10 @@ class RowLength(Auto):
         """[K] chance of each token that it and all before it are accepted; by place if drawn."""
         if not len(draft):
             return []
-        shown = (
-            tokens_and_evidence(draft)
-            if draft.logprobs is None
-            else ((), [0] * len(draft))
-        )
+        shown = tokens_and_evidence(draft) if draft.logprobs is None else ((), [0] * len(draft))
         return self.parts[part].reaches(*shown)
 
     def record(self, round_: RoundRecord) -> None:
         """Learn what was right of the drafts, verified or not; `shared` learns what they cost."""
         for key, part in self.parts.items():
-            part.record(
-                replace(round_, steady=False), round_.drafted > 0 and key == round_.part
-            )
+            part.record(replace(round_, steady=False), round_.drafted > 0 and key == round_.part)

@@ -19,14 +19,7 @@ import mlx.nn as nn
 import numpy as np
 
 from specdec_mlx.draft_length.chances import NUM_WEIGHTS, Chances
-from specdec_mlx.draft_length.costs import (
-    MILDEST,
-    WIDTHS,
-    CostModel,
-    Curve,
-    Steps,
-    prior_for,
-)
+from specdec_mlx.draft_length.costs import MILDEST, WIDTHS, CostModel, Curve, Steps, prior_for
 from specdec_mlx.files import cache_root, read_text, replacing
 from specdec_mlx.models.loading import PerModel
 
@@ -69,13 +62,9 @@ class Learned:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `as_dict` gave. Raises ValueError for anything else."""
-        self.chances.weights, self.unseen.weights = finite(
-            saved["weights"], 2, NUM_WEIGHTS, 2
-        )
+        self.chances.weights, self.unseen.weights = finite(saved["weights"], 2, NUM_WEIGHTS, 2)
         self.account.budget = finite(saved["budget"])
-        for samples, found in zip(
-            vars(self.steps).values(), saved["steps"], strict=True
-        ):
+        for samples, found in zip(vars(self.steps).values(), saved["steps"], strict=True):
             samples.extend(finite(found, len(found)))
 
 
@@ -101,16 +90,11 @@ class Tuning:
         if kind not in self.costs:
             several = num_texts > 1
             near = [k for k in self.costs if (k[0] > 1) == several]
-            cost = [
-                (m, self.prior(m * num_texts) / self.prior(num_texts))
-                for m in (1, *WIDTHS)
-            ]
+            cost = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
             new = CostModel(Curve(tuple(cost)), 2) if several else CostModel(self.prior)
             self.costs[kind] = new
             if near:
-                nearest = min(
-                    near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1]))
-                )
+                nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))
                 new.restore(self.costs[nearest].ratios)
         return self.costs[kind]
 
@@ -123,9 +107,7 @@ class Tuning:
     def save(self, path: Path | str) -> None:
         """Write as JSON, all but seconds and costs of several texts; whole or not at all."""
         costs = {
-            kind: cost_model.ratios
-            for (num, kind), cost_model in self.costs.items()
-            if num == 1
+            kind: cost_model.ratios for (num, kind), cost_model in self.costs.items() if num == 1
         }
         drafters = {key: learned.as_dict() for key, learned in self.drafters.items()}
         saved = {"costs": costs, "drafters": drafters}
@@ -149,9 +131,7 @@ class Tuning:
             *(LookupError, TypeError, AttributeError, ValueError),
             *(ArithmeticError, RecursionError),
         ) as error:
-            raise ValueError(
-                f"{path} is not a saved Tuning ({error!r}). Delete it."
-            ) from error
+            raise ValueError(f"{path} is not a saved Tuning ({error!r}). Delete it.") from error
         return tuning
 
 
@@ -168,9 +148,7 @@ tuning_for = PerModel(Tuning.for_model)
 
 
 @contextmanager
-def kept_tuning(
-    model: nn.Module, name: str, adapter: str | None = None
-) -> Iterator[None]:
+def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iterator[None]:
     """Begin with what earlier commands learned about a model here; keep what this one learns."""
     if mx.distributed.init().rank() > 0:  # the first one decides for all
         yield

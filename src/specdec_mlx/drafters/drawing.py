@@ -98,9 +98,7 @@ class ChainDraws:
             return self._context.draft_gumbels(self._start, num_tokens, len(self))
         place = len(self) % self._at_once
         if place == 0:
-            self._noise = self._context.draft_gumbels(
-                self._start, self._at_once, len(self)
-            )
+            self._noise = self._context.draft_gumbels(self._start, self._at_once, len(self))
         assert self._noise is not None
         return self._noise[place : place + 1]
 
@@ -146,9 +144,7 @@ class Pace:
         if self.wait is None:
             return False
         chance = GOES_ON if latest is None else latest
-        return chance * min(self.build, self.wait) > (1 - chance) * (
-            self.build + self.wait
-        )
+        return chance * min(self.build, self.wait) > (1 - chance) * (self.build + self.wait)
 
 
 def _mix(average: float, sample: float) -> float:

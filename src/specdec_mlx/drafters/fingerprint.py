@@ -38,9 +38,7 @@ def fingerprint(model: nn.Module) -> str:
 def _sample(array: mx.array) -> mx.array:
     """Values [n] in float32 from places spread over a parameter; lazy."""
     array = array if array.ndim else array[None]
-    places = np.linspace(0, array.size - 1, min(NUM_SAMPLES, array.size)).astype(
-        np.int64
-    )
+    places = np.linspace(0, array.size - 1, min(NUM_SAMPLES, array.size)).astype(np.int64)
     indices = np.unravel_index(places, array.shape)
     return array[tuple(mx.array(index) for index in indices)].astype(mx.float32)
 

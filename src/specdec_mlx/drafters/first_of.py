@@ -76,12 +76,8 @@ class CombinedSession(SeveralSession):
     def __init__(self, keyed: Sequence[tuple[str, Session]]) -> None:
         """keyed: sessions, each with its drafter's key."""
         self.sessions = [session for _, session in keyed]
-        self.parts = [
-            part for key, session in keyed for part in session_parts(session, key)
-        ]
-        self.groups = [
-            group for key, session in keyed for group in session_groups(session, key)
-        ]
+        self.parts = [part for key, session in keyed for part in session_parts(session, key)]
+        self.groups = [group for key, session in keyed for group in session_groups(session, key)]
 
 
 @dataclass(frozen=True)
@@ -105,10 +101,7 @@ class FirstOf(Several):
         """Begin with each of them."""
         return CombinedSession(
             [
-                (
-                    key_of(drafter),
-                    drafter.begin(list(prompt), context_for(drafter, context)),
-                )
+                (key_of(drafter), drafter.begin(list(prompt), context_for(drafter, context)))
                 for drafter in self.drafters
             ]
         )

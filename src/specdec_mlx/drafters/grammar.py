@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["json_schema", "regex", "lark"]
 
-JSON_STYLE = {
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "whitespace_flexible": False,
-}
+JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """How JSON is written: on one line, like `json.dumps`, so that all of its structure is forced."""
 
 # evidence for a forced token: as much as for the longest match of a look-up
@@ -51,16 +47,12 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if message := _llguidance().LLMatcher.validate_grammar(self.compiled):
-            raise GrammarError(
-                f"This is no {self.kind} that can be followed: {message}"
-            )
+            raise GrammarError(f"This is no {self.kind} that can be followed: {message}")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
         """JSON that fits a schema, which is given as JSON or as what `json.loads` makes of it."""
-        return cls(
-            "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
-        )
+        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -80,9 +72,7 @@ class Grammar:
         try:
             return str(convert(self.text, **style))
         except ValueError as error:
-            raise GrammarError(
-                f"This is no {self.kind} that can be followed: {error}"
-            ) from error
+            raise GrammarError(f"This is no {self.kind} that can be followed: {error}") from error
 
     def begin(self, tokenizer: LLTokenizer) -> LLMatcher:
         """A matcher before the first token; compiled when it is first asked for."""
@@ -211,9 +201,7 @@ class GrammarPosition:
             self.opening = self.thought.opens[place : place + 1] if may_open else ()
             text = () if start is None else text[start:]
         pairs = enumerate(zip(self.path, text, strict=False))
-        shared = next(
-            (i for i, (a, b) in pairs if a != b), min(len(self.path), len(text))
-        )
+        shared = next((i for i, (a, b) in pairs if a != b), min(len(self.path), len(text)))
         self.matcher.rollback(len(self.path) - shared)
         taken = self.matcher.try_consume_tokens(list(text[shared:]))
         self._check()
@@ -250,9 +238,7 @@ class GrammarPosition:
 
     def _check(self) -> None:
         if self.matcher.is_error():
-            raise GrammarError(
-                f"The grammar cannot be followed: {self.matcher.get_error()}"
-            )
+            raise GrammarError(f"The grammar cannot be followed: {self.matcher.get_error()}")
 
 
 @PerModel
@@ -271,9 +257,7 @@ def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
         except TypeError:  # older ones take one end token, as guidance's pin does
             return from_tokenizer(fast, eos_token=fast.eos_token_id)
     except ValueError as error:
-        raise GrammarError(
-            f"{type(fast).__name__} cannot be used here: {error}"
-        ) from error
+        raise GrammarError(f"{type(fast).__name__} cannot be used here: {error}") from error
 
 
 def _llguidance() -> Any:

@@ -73,9 +73,7 @@ class TreeDraws:
             for node, (tokens, confidences) in zip(nodes, rows, strict=True):
                 self.open(node, confidences)
                 new += [self.add(node, token) for token in tokens]
-            best = nlargest(
-                limit, range(len(self.parents)), key=lambda i: (self.reaches[i], -i)
-            )
+            best = nlargest(limit, range(len(self.parents)), key=lambda i: (self.reaches[i], -i))
             # a node that is not among the best has no descendant among them
             least = self.reaches[best[-1]] if len(best) == limit else 0.0
             nodes = [node for node in new if self.reaches[node] > least]
@@ -92,9 +90,7 @@ class TreeDraws:
             # of which some are kept
             drawn, laws = self._without_replacement(q, nodes, count)
             confidences = mx.exp(mx.max(q, axis=-1))
-            tokens, possible, sure = read_all(
-                drawn, mx.sum(q > -mx.inf, axis=-1), confidences
-            )
+            tokens, possible, sure = read_all(drawn, mx.sum(q > -mx.inf, axis=-1), confidences)
             for node, most, confidence in zip(nodes, possible, sure, strict=True):
                 self.open(node, [confidence] * min(most, count))
             new = []
@@ -116,9 +112,7 @@ class TreeDraws:
         ]
         chances = [self.known.of_draft([one], first=depth)[0] for one in evidence]
         total = max(1.0, sum(chances))
-        self.siblings[node] = Siblings(
-            depth, evidence, [chance / total for chance in chances]
-        )
+        self.siblings[node] = Siblings(depth, evidence, [chance / total for chance in chances])
 
     def add(self, node: int, token: int) -> int:
         """A further node: the next one of the siblings after `node`."""
@@ -166,9 +160,7 @@ class TreeDraws:
             return logits
         rows: list[mx.array] = list(mx.split(logits, len(nodes)))
         for i, node in enumerate(nodes):
-            seen = to_ids(
-                [*self.text, *(self.tokens[above] for above in self._path(node))]
-            )
+            seen = to_ids([*self.text, *(self.tokens[above] for above in self._path(node))])
             for processor in self.context.logits_processors:
                 rows[i] = processor(seen, rows[i])
         return mx.concatenate(rows)
@@ -188,23 +180,15 @@ class TreeDraws:
         """Gumbel noise [n, V], independent for each node; coupled, that of the target's draw."""
         if self.context.coupled:
             depth = len(self._path(nodes[0]))
-            return self.context.draft_gumbel(len(self.text) - self.num_prompt, depth)[
-                None
-            ]
+            return self.context.draft_gumbel(len(self.text) - self.num_prompt, depth)[None]
         first, self._num_drawn = self._num_drawn, self._num_drawn + len(nodes)
-        return self.context.draft_gumbels(
-            len(self.text) - self.num_prompt, len(nodes), first
-        )
+        return self.context.draft_gumbels(len(self.text) - self.num_prompt, len(nodes), first)
 
     def _shares(self, nodes: Sequence[int], limit: int, depth: int) -> list[int]:
         """Number of draws after each node, out of `limit` for the `depth` levels to come."""
         here = [(self.reaches[node], self.siblings[node].chances) for node in nodes]
         values = [[reach * chance for chance in chances] for reach, chances in here]
-        deeper = [
-            reach * chances[0] ** k
-            for reach, chances in here
-            for k in range(2, depth + 1)
-        ]
+        deeper = [reach * chances[0] ** k for reach, chances in here for k in range(2, depth + 1)]
         best = nlargest(limit, [*(value for row in values for value in row), *deeper])
         shares: list[int] = []
         for row in values:

@@ -9,9 +9,7 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor
 
 
-def with_forced(
-    drafter: Drafter | None, processors: Sequence[LogitsProcessor]
-) -> Drafter | None:
+def with_forced(drafter: Drafter | None, processors: Sequence[LogitsProcessor]) -> Drafter | None:
     """The drafter, asked after those of what grammars among a generation's processors force."""
     if drafter is None:
         return None

@@ -60,11 +60,7 @@ class FirstLayers(nn.Module):  # type: ignore[misc]
         self.num_places = num_places
         caches = make_prompt_cache(model)
         model(_probe_tokens(), cache=self._filled_up(caches))
-        fed = [
-            i
-            for i, cache in enumerate(caches)
-            if not all(c.empty() for c in leaves([cache]))
-        ]
+        fed = [i for i, cache in enumerate(caches) if not all(c.empty() for c in leaves([cache]))]
         self.num_caches = 1 + fed[-1] if fed else len(caches)
 
     @property
@@ -101,11 +97,7 @@ def _layer_list(model: nn.Module) -> tuple[nn.Module, str]:
     layers = [id(layer) for layer in getattr(model, "layers", ())]
     for module in model.modules():
         for name, value in module.items():
-            if (
-                isinstance(value, list)
-                and layers
-                and [id(item) for item in value] == layers
-            ):
+            if isinstance(value, list) and layers and [id(item) for item in value] == layers:
                 return module, name
     raise DraftModelError(
         f"A {_kind(model)} has no single list of layers that could be cut. Leave the number of "
@@ -120,9 +112,7 @@ def _check_caches(model: nn.Module) -> None:
     parts = [model(part, cache=caches) for part in (tokens[:, :half], tokens[:, half:])]
     got = mx.concatenate(parts, axis=1).astype(mx.float32)
     whole = model(tokens, cache=make_prompt_cache(model)).astype(mx.float32)
-    if not (
-        mx.abs(got - whole).max() <= TOLERANCE * mx.maximum(mx.std(whole), 1e-6)
-    ).item():
+    if not (mx.abs(got - whole).max() <= TOLERANCE * mx.maximum(mx.std(whole), 1e-6)).item():
         raise ValueError("a text in two parts gives other logits than the whole.")
 
 

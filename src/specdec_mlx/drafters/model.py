@@ -77,9 +77,7 @@ class ModelDrafter:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise wrong(
-                "model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))"
-            )
+            raise wrong("model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))")
         if self.tokenizers not in TOKENIZERS:
             raise wrong("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
         check_way_of_writing(self)
@@ -112,9 +110,7 @@ class ModelDrafter:
             return None
         return shared_between(context.tokenizer, self.tokenizer)
 
-    def begin(
-        self, prompt: Sequence[int], context: DraftContext
-    ) -> ModelSession | Retokenized:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession | Retokenized:
         """Start a generation; the draft model reads the prompt with its first proposal."""
         shared = self.shared_with(context)
         if shared is None:
@@ -130,9 +126,7 @@ class ModelDrafter:
 class ModelSession(WritingSession):
     """The draft model's side of one generation."""
 
-    def __init__(
-        self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext
-    ) -> None:
+    def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(drafter, prompt, context)
         self.model = drafter.model
         self.callers_cache = context.draft_cache
@@ -154,18 +148,14 @@ class ModelSession(WritingSession):
     def forks(self) -> bool:
         """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
         rollback = self.rollback  # a level of a tree is wider than narrow passes may be
-        may_fork = (
-            super().forks and takes_trees(rollback) and rollback.widest_pass() is None
-        )
+        may_fork = super().forks and takes_trees(rollback) and rollback.widest_pass() is None
         return may_fork and first_inexact(self.model, 0, on_trees=True) is None
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
         """Logits of a pass over further tokens, or over those of the text that were not read."""
         if tokens is None:
             return self.feed(to_ids(self.tokens[self.rollback.position :]))[-1:]
-        return self.feed(
-            tokens, None if parents is None else next_level(self.fed_parents, parents)
-        )
+        return self.feed(tokens, None if parents is None else next_level(self.fed_parents, parents))
 
     def end_draft(self) -> None:
         """Drop a tree from the caches: its rows are not in the order of the text."""

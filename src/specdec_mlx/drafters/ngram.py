@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec_mlx.arguments import require
-from specdec_mlx.contracts import (
-    Draft,
-    DraftContext,
-    Evidence,
-    places_class,
-    share_class,
-)
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, places_class, share_class
 
 MAX_ORDER = 8
 
@@ -126,9 +120,7 @@ class NGramCounts:
             if isinstance(entry, int):
                 return Continuation(entry, width)
             if entry is not None:
-                return Continuation(
-                    entry.best, width, entry.counts[entry.best], entry.total
-                )
+                return Continuation(entry.best, width, entry.counts[entry.best], entry.total)
         return None
 
     def _make_room(self, context: Context) -> bool:
@@ -183,9 +175,7 @@ class NGramSession:
 
     def __init__(self, config: NGramDrafter, prompt: Sequence[int]) -> None:
         self._config = config
-        self._counts = NGramCounts(
-            config.min_order, config.max_order, config.max_entries
-        )
+        self._counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
         # the last max_order - 1 tokens, fewer at the beginning
         self._context: Context = ()
         for token in prompt:
@@ -200,9 +190,7 @@ class NGramSession:
         while len(draft) < most and (found := self._longest(context)) is not None:
             draft.append(found.token)
             share = share_class(found.seen / found.total)
-            evidence.append(
-                Evidence(max(1, found.width), share, places_class(found.seen))
-            )
+            evidence.append(Evidence(max(1, found.width), share, places_class(found.seen)))
             context = self._counts.shift(context, found.token)
         return Draft(draft, evidence=evidence)
 

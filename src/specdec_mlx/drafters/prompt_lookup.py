@@ -39,9 +39,7 @@ class PromptLookupDrafter:
         either = "'recent' or 'earliest'"
         require(self, self.occurrence in ("recent", "earliest"), "occurrence", either)
 
-    def begin(
-        self, prompt: Sequence[int], context: DraftContext
-    ) -> PromptLookupSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> PromptLookupSession:
         """Index `prompt` [n]; the context is not needed, since a copy is a point mass."""
         return PromptLookupSession(self, prompt)
 

@@ -63,9 +63,7 @@ class DraftText:
             if content is not None and token in self.shared.to_draft:
                 self._add_special(self.shared.to_draft[token])
                 continue
-            word = (
-                target.spelled.get(token, b"") if content is None else content.encode()
-            )
+            word = target.spelled.get(token, b"") if content is None else content.encode()
             if target.prepends_space and self._at_start and not self._open:
                 word = word.removeprefix(b" ")
             self._open += self._bytes.decode(word)
@@ -88,11 +86,7 @@ class DraftText:
     def _settle(self, ends: list[int]) -> None:
         """Settle all but the last tokens, if a word starts there or they became many."""
         places = [n for n in range(1, len(ends) - MARGIN + 1) if ends[n] > ends[n - 1]]
-        words = [
-            n
-            for n in places
-            if self._open[ends[n - 1]] == " " != self._open[ends[n - 1] + 1]
-        ]
+        words = [n for n in places if self._open[ends[n - 1]] == " " != self._open[ends[n - 1] + 1]]
         settled = (words or places)[-1:] if words or len(ends) > MOST_OPEN else []
         for count in settled:
             self.settled += count
@@ -102,9 +96,7 @@ class DraftText:
 def continuation(target: Spelling, tokens: Sequence[int], text: str) -> list[int]:
     """`text` in the target's tokens after `tokens`, up to one that does not spell it."""
     last = list(takewhile(target.spelled.__contains__, reversed(tokens[-CONTEXT:])))
-    before = b"".join(target.spelled[token] for token in reversed(last)).decode(
-        errors="ignore"
-    )
+    before = b"".join(target.spelled[token] for token in reversed(last)).decode(errors="ignore")
     ids, ends = target.encode(before + text)
     first = bisect_right(ends, len(before)) if before else 0
     if first and ends[first - 1] != len(before):  # a token would begin before the draft
@@ -205,9 +197,7 @@ class Retokenized:
         ids = self.text.ids
         settled = max(0, min(self.text.settled, len(ids) - 1))
         position = self.go_back(ids)
-        restores = any(
-            strategy_for(c).must_restore for c in leaves(self.rollback.caches)
-        )
+        restores = any(strategy_for(c).must_restore for c in leaves(self.rollback.caches))
         if restores and position > settled:
             position = self.rollback.rewind_to(settled)
         del self.fed[position:]

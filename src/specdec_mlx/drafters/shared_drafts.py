@@ -30,9 +30,7 @@ class SharedDrafts:
 
     _by_model: dict[int, tuple[Any, ModelPasses | None]] = field(default_factory=dict)
 
-    def __call__(
-        self, drafter: Any, prompt: Sequence[int], context: DraftContext
-    ) -> Any:
+    def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Any:
         """Begin a text beside others; alone for trees, and where passes cannot be shared."""
         model = drafter.model
         if id(model) not in self._by_model:
@@ -125,9 +123,7 @@ class ModelPasses:
         """Feed what was written while the model was not asked, but for its last tokens."""
         step = min(session.context.prefill_step_size for session in self.sessions)
         while max(map(len, pending := self.pending())) > MOST_PENDING:
-            self.run(
-                self.model, [ids[: min(step, max(1, len(ids) - 1))] for ids in pending]
-            )
+            self.run(self.model, [ids[: min(step, max(1, len(ids) - 1))] for ids in pending])
             for session, ids in zip(self.sessions, pending, strict=True):
                 session.position += min(step, len(ids) - 1)
             self.go_back()
@@ -148,15 +144,11 @@ class HeadPasses(ModelPasses):
             self.read([session.num_pending for session in self.sessions])
         else:
             self.states = self.run(self._forward, tokens)
-        return list(
-            mx.split(self.model.logits(mx.concatenate(self.states)), len(self.states))
-        )
+        return list(mx.split(self.model.logits(mx.concatenate(self.states)), len(self.states)))
 
     def read(self, counts: Sequence[int]) -> None:
         """Read so many of the pairs of each text."""
-        pairs = [
-            s.take_pairs(count) for s, count in zip(self.sessions, counts, strict=True)
-        ]
+        pairs = [s.take_pairs(count) for s, count in zip(self.sessions, counts, strict=True)]
         self.states = [states for states, _ in pairs]
         self.states = self.run(self._forward, [tokens for _, tokens in pairs])
 

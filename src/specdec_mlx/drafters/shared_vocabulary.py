@@ -44,9 +44,7 @@ def first_difference(target: Any, draft: Any) -> str | None:
         if None not in (theirs, ours) and theirs != ours:
             return f"{name} is {theirs} there and {ours} here"
     for text in SAMPLES:
-        theirs, ours = (
-            list(one.encode(text, add_special_tokens=False)) for one in (target, draft)
-        )
+        theirs, ours = (list(one.encode(text, add_special_tokens=False)) for one in (target, draft))
         if theirs != ours:
             return f"{text!r} is encoded as {theirs} there and {ours} here"
     return None
@@ -95,15 +93,11 @@ class Spelling:
         }
         bos = getattr(tokenizer, "bos_token_id", None)
         begins = backend.encode("", add_special_tokens=True).ids[:1]
-        self.prefix = [
-            index for index in begins if index == bos and index in self.special
-        ]
+        self.prefix = [index for index in begins if index == bos and index in self.special]
         self.prepends_space = self._joined("a") == b" a"
         self._check_round_trips()
 
-    def encode(
-        self, text: str, *, at_start: bool = False
-    ) -> tuple[list[int], list[int]]:
+    def encode(self, text: str, *, at_start: bool = False) -> tuple[list[int], list[int]]:
         """Text in the tokenizer's own tokens, at the start of a text or inside.
 
         Returns ids [n], and where each of them ends among the characters [n], ascending.
@@ -131,9 +125,7 @@ class Spelling:
             joined = self._joined(text)
             if joined != (before + text).encode() or decoded not in (text, " " + text):
                 as_bytes = f" and, token by token, {joined!r}"
-                raise TokenizerMismatchError(
-                    f"{text!r} comes back as {decoded!r}{as_bytes}."
-                )
+                raise TokenizerMismatchError(f"{text!r} comes back as {decoded!r}{as_bytes}.")
 
 
 def _backend_of(tokenizer: Any) -> Any:
@@ -141,9 +133,7 @@ def _backend_of(tokenizer: Any) -> Any:
     backend: Any = getattr(unwrapped(tokenizer), "backend_tokenizer", None)
     if not hasattr(backend, "get_added_tokens_decoder"):
         kind = type(unwrapped(tokenizer)).__name__
-        raise TokenizerMismatchError(
-            f"{kind} is no tokenizer of the library `tokenizers`."
-        )
+        raise TokenizerMismatchError(f"{kind} is no tokenizer of the library `tokenizers`.")
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -153,16 +143,12 @@ def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
     """Contents of the tokens that are no text, by id; a line break that ends a text is some."""
     added = backend.get_added_tokens_decoder()
     special = {index: token.content for index, token in added.items() if token.special}
-    roles = [
-        getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")
-    ]
+    roles = [getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")]
     ends = added.keys() & (getattr(tokenizer, "eos_token_ids", None) or ())
     for index in {*roles, *ends} - {None}:
         special.setdefault(index, str(backend.id_to_token(index)))
     probes = backend.encode("".join(PROBES), add_special_tokens=False)
-    return {
-        index: content for index, content in special.items() if index not in probes.ids
-    }
+    return {index: content for index, content in special.items() if index not in probes.ids}
 
 
 def _reader(decoder: Any) -> Callable[[str], bytes]:
@@ -199,9 +185,7 @@ def _byte_level(token: str) -> bytes:
 
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_ALPHABET = {byte: byte for byte in _PRINTABLE} | {
-    256 + i: b for i, b in enumerate(_OTHERS)
-}
+_ALPHABET = {byte: byte for byte in _PRINTABLE} | {256 + i: b for i, b in enumerate(_OTHERS)}
 """Characters of byte-level vocabularies -> bytes (Radford et al. 2019, section 2.2)."""
 
 
@@ -233,9 +217,7 @@ class SharedVocabulary:
         """Draft id of each special id of the target that has one; no two have the same."""
         theirs = {content: index for index, content in self.draft.special.items()}
         ours = self.target.special.items()
-        mapped = {
-            index: theirs[content] for index, content in ours if content in theirs
-        }
+        mapped = {index: theirs[content] for index, content in ours if content in theirs}
         for index, other in self.roles.items():
             if other not in mapped.values():
                 mapped.setdefault(index, other)
@@ -284,8 +266,6 @@ def shared_between(target: Any, draft: Any) -> SharedVocabulary | None:
             "that needs no model, such as 'prompt-lookup'."
         ) from error
     roles = ("eos_token_id", "bos_token_id")
-    pairs = [
-        (getattr(target, role, None), getattr(draft, role, None)) for role in roles
-    ]
+    pairs = [(getattr(target, role, None), getattr(draft, role, None)) for role in roles]
     same = {a: b for a, b in pairs if a is not None and b is not None}
     return SharedVocabulary(ours, theirs, same, difference)

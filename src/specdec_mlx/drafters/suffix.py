@@ -15,14 +15,7 @@ from math import ldexp
 from operator import itemgetter
 
 from specdec_mlx.arguments import require, require_cap
-from specdec_mlx.contracts import (
-    NO_DRAFT,
-    Draft,
-    DraftContext,
-    Evidence,
-    places_class,
-    share_class,
-)
+from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, places_class, share_class
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context, ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
@@ -180,9 +173,7 @@ class SuffixSession:
 
     cheap = True
 
-    def __init__(
-        self, config: SuffixDrafter, prompt: Sequence[int], memory: Memory | None
-    ) -> None:
+    def __init__(self, config: SuffixDrafter, prompt: Sequence[int], memory: Memory | None) -> None:
         self._config = config
         self._memory = memory
         indexes = memory.indexes if memory is not None else ()

@@ -84,9 +84,7 @@ class ThoughtBudget:
         is_full = _stands_at(self.thought.opens, tokens, self.start)
         is_full &= ~(_stands_in(closes, text) | _stands_in(self.thought.calls, text))
         token = mx.array(closes[0])
-        for i in range(
-            1, min(len(closes), text.shape[0] + 1)
-        ):  # how much of the mark is written
+        for i in range(1, min(len(closes), text.shape[0] + 1)):  # how much of the mark is written
             is_begun = _stands_at(closes[:i], text, text.shape[0] - i)
             token = mx.where(is_begun, closes[i], token)
         is_next = mx.arange(logits.shape[-1]) == token

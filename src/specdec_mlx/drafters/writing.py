@@ -48,9 +48,7 @@ class WritingSession(ABC):
     text [n] at the end of the generation.
     """
 
-    def __init__(
-        self, drafter: Any, prompt: Sequence[int], context: DraftContext
-    ) -> None:
+    def __init__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> None:
         self.on_close: Callable[[Sequence[int]], None] | None = None
         how = {"greedy": drafter.greedy, "draft_temp": drafter.draft_temp}
         self.sampling = sampling_of_drafts(context.sampling, **how)
@@ -106,9 +104,7 @@ class WritingSession(ABC):
 
     def draws(self, at_once: int = DRAWN_AT_ONCE) -> ChainDraws:
         """An empty draft after the text; `at_once` tokens share an operation for their noise."""
-        return ChainDraws(
-            self.context, self.sampling, self.tokens, self.num_prompt, at_once
-        )
+        return ChainDraws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Add the tokens emitted to the text, and learn from them if the draft forked."""
@@ -123,9 +119,7 @@ class WritingSession(ABC):
             self.on_close(self.tokens[:length])
 
 
-def places_after(
-    known: list[int], tokens: mx.array | None, parents: Parents
-) -> list[int]:
+def places_after(known: list[int], tokens: mx.array | None, parents: Parents) -> list[int]:
     """Places [n] in a draft of what follows the text, or n further nodes.
 
     known: [0], for the text's end, to which those of the nodes are added. See
@@ -151,9 +145,7 @@ class AtOnceSession(WritingSession):
 
     def propose(self, limit: int) -> Draft:
         """A chain whose tokens are drawn together, or a tree."""
-        return (
-            super().propose(limit) if self.branches > 1 else self.drawn(limit).draft()
-        )
+        return super().propose(limit) if self.branches > 1 else self.drawn(limit).draft()
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """The part that is worth verifying; see `truncate`."""

@@ -35,32 +35,24 @@ class FeatureFeed:
     then, as on several ranks, since all may have to take part.
     """
 
-    def __init__(
-        self, readers: Sequence[tuple[SeesTarget, Features]], target: Target
-    ) -> None:
+    def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Target) -> None:
         self._readers = readers
         self._rejected_readers = [
-            (see, wish)
-            for session, wish in readers
-            if (see := optional(session, "see_rejected"))
+            (see, wish) for session, wish in readers if (see := optional(session, "see_rejected"))
         ]
         self._target = target
         self._num_shown = 0
         self.at_once = False
 
     @classmethod
-    def between(
-        cls, drafter: Drafter, session: Session, target: Target
-    ) -> FeatureFeed | None:
+    def between(cls, drafter: Drafter, session: Session, target: Target) -> FeatureFeed | None:
         """The way from a target to those of a session's parts that read it; None if none does.
 
         Raises DraftError for a session without `see`, UnreadableError for what the target does not
         show.
         """
         wishes = {
-            key_of(part): part
-            for part in all_drafters(drafter)
-            if isinstance(part, ReadsTarget)
+            key_of(part): part for part in all_drafters(drafter) if isinstance(part, ReadsTarget)
         }
         readers = []
         for key, part in session_parts(session, key_of(drafter)):
@@ -68,9 +60,7 @@ class FeatureFeed:
                 continue
             name = type(wishes[key]).__name__
             if not isinstance(part, SeesTarget):
-                raise DraftError(
-                    f"{name} wants features, and its session has no see(features)."
-                )
+                raise DraftError(f"{name} wants features, and its session has no see(features).")
             readers.append((part, wishes[key].features))
         if not readers:
             return None
@@ -80,11 +70,7 @@ class FeatureFeed:
     @classmethod
     def of_nobody(cls, drafter: Drafter | None, target: Target) -> FeatureFeed | None:
         """The feed where the sessions are on another rank: this one computes as much."""
-        wishes = [
-            part.features
-            for part in all_drafters(drafter)
-            if isinstance(part, ReadsTarget)
-        ]
+        wishes = [part.features for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
         if not wishes:
             return None
         target.tap(_all_of(wishes))
@@ -107,9 +93,7 @@ class FeatureFeed:
         self._show(rows, current.under_way.num_fed, start, shown)
         self._show_rejected(rows, current, outcome)
 
-    def _show_rejected(
-        self, rows: FeatureRows, current: Round, outcome: Outcome
-    ) -> None:
+    def _show_rejected(self, rows: FeatureRows, current: Round, outcome: Outcome) -> None:
         """Show the rows of draft tokens that were not kept to those that want them."""
         if not self._rejected_readers:
             return
@@ -120,9 +104,7 @@ class FeatureFeed:
             for see_rejected, wanted in self._rejected_readers:
                 see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
-    def _show(
-        self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]
-    ) -> None:
+    def _show(self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]) -> None:
         """Show new rows from position `start` on, by ascending `indices` of those of the text."""
         new = indices[max(0, self._num_shown - start) :]
         if new:

@@ -20,18 +20,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback, leaves_of, wait_for, window_of
-from specdec_mlx.exactness.recurrent_states import (
-    in_steps,
-    recurrent_states_of,
-    ways_back,
-)
+from specdec_mlx.exactness.recurrent_states import in_steps, recurrent_states_of, ways_back
 from specdec_mlx.exactness.rounding import is_rounding
-from specdec_mlx.exactness.side_by_side import (
-    LOGITS,
-    Run,
-    SinglePasses,
-    largest_difference,
-)
+from specdec_mlx.exactness.side_by_side import LOGITS, Run, SinglePasses, largest_difference
 from specdec_mlx.models.anatomy import anatomy_of
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.trees.passes import (
@@ -128,10 +119,7 @@ class ProbeReport:
 
     def __str__(self) -> str:
         """A small table and a verdict."""
-        lines = [
-            f"caches: {', '.join(self.caches)}",
-            "context  width  max difference  flips",
-        ]
+        lines = [f"caches: {', '.join(self.caches)}", "context  width  max difference  flips"]
         for row in self.rows:
             verdict = "bitwise the same" if row.bitwise else ""
             verdict = verdict if row.exact else f"NOT EXACT at {row.fault}"
@@ -142,9 +130,7 @@ class ProbeReport:
         how = "exact where it does not say otherwise, and switches itself off where it does"
         if self.exact:
             is_bitwise = all(row.bitwise for row in self.rows)
-            how = "exact on this model" + ", up to the rounding of near ties" * (
-                not is_bitwise
-            )
+            how = "exact on this model" + ", up to the rounding of near ties" * (not is_bitwise)
         lines.append(f"Drafting is {how}.")
         return "\n".join(lines)
 
@@ -183,9 +169,7 @@ class ProbePoint:
 def places_of(model: nn.Module) -> list[ProbePoint]:
     """Where a loaded model may change, in order; its start is the first."""
     windows = _windows(model)
-    short = min(
-        CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS))
-    )
+    short = min(CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS)))
     # from which the widest pass does not go past the window
     places = [ProbePoint(0, short)]
     if windows:
@@ -199,9 +183,7 @@ def places_of(model: nn.Module) -> list[ProbePoint]:
     return sorted(places, key=lambda place: place.start)
 
 
-def first_inexact(
-    model: nn.Module, position: int, *, on_trees: bool = False
-) -> int | None:
+def first_inexact(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
     """Position that passes from this one on may not go beyond, or None: chains, trees."""
     for place in places_of(model):
         if place.start > position + MARGIN:
@@ -252,18 +234,13 @@ def _num_texts(place: ProbePoint) -> int:
 
 
 def _warn(model: nn.Module, what: str) -> None:
-    warnings.warn(
-        f"specdec_mlx: this model ({type(model).__module__}){what}.", stacklevel=3
-    )
+    warnings.warn(f"specdec_mlx: this model ({type(model).__module__}){what}.", stacklevel=3)
 
 
 @PerModel
 def warn_of_chains(model: nn.Module) -> None:
     """Say, once for each loaded model, that no tree is verified."""
-    _warn(
-        model,
-        " verifies no tree of drafts in one pass; chains are drafted, for the same text",
-    )
+    _warn(model, " verifies no tree of drafts in one pass; chains are drafted, for the same text")
 
 
 @PerModel
@@ -280,10 +257,7 @@ def can_hold_rows(model: nn.Module) -> bool:
             reason = "its texts differ from what they are alone"
         except Exception as error:
             reason = f"it fails with {type(error).__name__}"
-    _warn(
-        model,
-        f" cannot write several texts at once: {reason}. They are written one by one",
-    )
+    _warn(model, f" cannot write several texts at once: {reason}. They are written one by one")
     return False
 
 
@@ -296,11 +270,7 @@ def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
         alone = _prefilled(model, mx.array(text[: length + kept]))
         expected.append(model(mx.array([[text[length + width]]]), cache=alone)[0, -1])
         rows.add(_prefilled(model, mx.array(text[:length])), length)
-    mx.eval(
-        rows.feed(
-            model, [text[start : start + width] for text, start, width, _ in about]
-        )
-    )
+    mx.eval(rows.feed(model, [text[start : start + width] for text, start, width, _ in about]))
     ends = rows.go_back([length + kept for _, length, _, kept in about])
     again = [  # what was lost of the text, and the token after it
         [*text[end : length + kept], text[length + width]]
@@ -323,8 +293,7 @@ def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthRepor
 
     def alone(start: list[Any]) -> list[Run]:
         return [
-            partial(_logits, model, ids[mx.array(path)], copy.deepcopy(start))
-            for path in paths
+            partial(_logits, model, ids[mx.array(path)], copy.deepcopy(start)) for path in paths
         ]
 
     def wide() -> mx.array:
@@ -350,9 +319,7 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     return caches
 
 
-def _probed(
-    model: nn.Module, place: ProbePoint, widths: Sequence[int]
-) -> list[WidthReport]:
+def _probed(model: nn.Module, place: ProbePoint, widths: Sequence[int]) -> list[WidthReport]:
     """For each width the worst of several texts; a text with a fault is the last."""
     texts: list[list[WidthReport]] = []
     for text in range(_num_texts(place)):
@@ -361,9 +328,7 @@ def _probed(
             break
     return [
         replace(
-            max(
-                of_width, key=lambda report: (bool(report.fault), report.max_difference)
-            ),
+            max(of_width, key=lambda report: (bool(report.fault), report.max_difference)),
             bitwise=all(report.bitwise for report in of_width),
             rounding=max(report.rounding for report in of_width),
         )
@@ -384,9 +349,7 @@ def _compare(
 
     def alone(start: list[Any]) -> list[Run]:
         caches = copy.deepcopy(start)
-        return [
-            partial(_logits, model, token[None], caches) for token in tokens[context:]
-        ]
+        return [partial(_logits, model, token[None], caches) for token in tokens[context:]]
 
     def wide(width: int) -> mx.array:
         rollback = Rollback(copy.deepcopy(passes.start), states=states)
@@ -453,9 +416,7 @@ def _of_logits(logits: mx.array, expected: mx.array, context: int) -> WidthRepor
 def _random_tokens(model: nn.Module, num_tokens: int, text: int = 0) -> mx.array:
     """Token ids [n]."""
     vocab_size = anatomy_of(model).vocab_size
-    return mx.random.randint(
-        0, vocab_size, shape=(num_tokens,), key=mx.random.key(text)
-    )
+    return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(text))
 
 
 def _windows(model: nn.Module) -> list[int]:

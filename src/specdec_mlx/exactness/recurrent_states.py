@@ -58,13 +58,9 @@ class Recurrence(NamedTuple):
     idle: tuple[str, ...]
     in_steps: bool
 
-    def run(
-        self, given: dict[str, Any], start: int, end: int
-    ) -> tuple[mx.array, mx.array]:
+    def run(self, given: dict[str, Any], start: int, end: int) -> tuple[mx.array, mx.array]:
         """Outputs and state after some of the positions, from the state given."""
-        return self.function(
-            **given | {name: given[name][:, start:end] for name in self.sequences}
-        )
+        return self.function(**given | {name: given[name][:, start:end] for name in self.sequences})
 
     def step_by_step(self, given: dict[str, Any]) -> tuple[mx.array, list[mx.array]]:
         """Outputs of all positions, one at a time, and the state after each.
@@ -117,9 +113,7 @@ class _Convolution(NamedTuple):
     rows: mx.array
 
     def after(self, num_positions: int, slot: mx.array) -> mx.array:
-        return mx.contiguous(
-            self.rows[:, num_positions : num_positions + slot.shape[1]]
-        )
+        return mx.contiguous(self.rows[:, num_positions : num_positions + slot.shape[1]])
 
     def fits(self, slot: mx.array, width: int) -> bool:
         return self.rows.shape[1] == width + slot.shape[1]
@@ -231,23 +225,17 @@ def recurrent_states_of(model: nn.Module) -> RecurrentStates | None:
     with _recording(places, convolutions) as calls:
         model(tokens[:, NUM_BEFORE:], cache=start)
     slots = {i: list(c.cache) for i, c in enumerate(leaves(start)) if i in recurrent}
-    sources = {
-        i: [_source(calls, slot) for slot in found] for i, found in slots.items()
-    }
+    sources = {i: [_source(calls, slot) for slot in found] for i, found in slots.items()}
     if any(UNKNOWN in numbers for numbers in sources.values()):
         return None
     for num_kept in range(1, NUM_WATCHED + 1):
         model(tokens[:, NUM_BEFORE + num_kept - 1, None], cache=single)
         reached = list(leaves(single))
         for i in recurrent:
-            for number, slot, stepped in zip(
-                sources[i], slots[i], reached[i].cache, strict=True
-            ):
+            for number, slot, stepped in zip(sources[i], slots[i], reached[i].cache, strict=True):
                 if not _is_near(model, calls[number].after(num_kept, slot), stepped):
                     return None
-    return RecurrentStates(
-        places, convolutions, sources, [type(call) for call in calls]
-    )
+    return RecurrentStates(places, convolutions, sources, [type(call) for call in calls])
 
 
 def in_steps(model: nn.Module, width: int) -> AbstractContextManager[Any]:
@@ -283,9 +271,7 @@ def _source(calls: Sequence[_StateCall], slot: mx.array | None) -> int:
     for i, call in enumerate(calls):
         if slot is None or not call.fits(slot, NUM_WATCHED):
             continue
-        if isinstance(call, _Update) or mx.array_equal(
-            call.after(NUM_WATCHED, slot), slot
-        ):
+        if isinstance(call, _Update) or mx.array_equal(call.after(NUM_WATCHED, slot), slot):
             return i
     return UNKNOWN
 

@@ -50,9 +50,7 @@ def last_place(dtype: mx.Dtype) -> float:
 def rounding_of(model: nn.Module) -> float:
     """Of the coarsest numbers that a model's modules are handed, whatever type its logits have."""
     calls: list[Call] = []
-    with watching(
-        [part for part in model.modules() if part is not model], calls.append
-    ):
+    with watching([part for part in model.modules() if part is not model], calls.append):
         logits = model(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(model))
     handed = [logits, *(given for _, given, _ in calls if isinstance(given, mx.array))]
     kinds = {array.dtype for array in handed if mx.issubdtype(array.dtype, mx.floating)}

@@ -156,9 +156,7 @@ class SinglePasses:
         """The rows of the first passes, as one wide pass has them."""
         first, *others = self.rows[:number]
         return {
-            place: mx.concatenate(
-                [row[place][:, -1:] for row in (first, *others)], axis=1
-            )
+            place: mx.concatenate([row[place][:, -1:] for row in (first, *others)], axis=1)
             for place in first
             if all(place in row for row in others)
         }
@@ -172,9 +170,7 @@ class SinglePasses:
         """The first place where rows are further off than rounding explains."""
         num_off = {}
         for number in (0, FEW, len(self.rows), 2 * len(self.rows)):
-            num_off = {
-                place: self._num_off(place, rows, number) for place, rows in off.items()
-            }
+            num_off = {place: self._num_off(place, rows, number) for place, rows in off.items()}
             off = {place: rows for place, rows in off.items() if num_off[place]}
         for place, rows in off.items():
             # rounding may choose another expert for a row, and experts read no cache

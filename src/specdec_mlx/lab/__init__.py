@@ -31,17 +31,13 @@ if TYPE_CHECKING:
     from specdec_mlx.lab.papers.early_exit import early_exit as early_exit
     from specdec_mlx.lab.papers.lookahead import LookaheadDrafter as LookaheadDrafter
     from specdec_mlx.lab.papers.ngram_table import NGramTable as NGramTable
-    from specdec_mlx.lab.papers.ngram_table import (
-        TabledNGramDrafter as TabledNGramDrafter,
-    )
+    from specdec_mlx.lab.papers.ngram_table import TabledNGramDrafter as TabledNGramDrafter
     from specdec_mlx.lab.papers.parallel_sampling import PaSSDrafter as PaSSDrafter
     from specdec_mlx.lab.papers.recycling import RecyclingDrafter as RecyclingDrafter
     from specdec_mlx.lab.papers.stochastic_ngrams import (
         StochasticNGramDrafter as StochasticNGramDrafter,
     )
-    from specdec_mlx.lab.papers.suffix_trees import (
-        SuffixTreeDrafter as SuffixTreeDrafter,
-    )
+    from specdec_mlx.lab.papers.suffix_trees import SuffixTreeDrafter as SuffixTreeDrafter
     from specdec_mlx.lab.papers.trees_of_several import TreeOf as TreeOf
     from specdec_mlx.lab.papers.vertical_cascade import GuessedDrafter as GuessedDrafter
     from specdec_mlx.lab.proof import check as check

@@ -17,9 +17,7 @@ TEXTS = ("texts", "held-out")
 
 def main() -> None:
     """Print a folder, prompts or texts."""
-    parser = argparse.ArgumentParser(
-        prog="python -m specdec_mlx.lab", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m specdec_mlx.lab", description=__doc__)
     parser.add_argument("which", choices=[*FOLDERS, *HEADS, *TEXTS, "prompts"])
     which = parser.parse_args().which
     if which == "prompts":

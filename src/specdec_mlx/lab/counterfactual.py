@@ -138,9 +138,7 @@ def ratio_of(
         total = texts.sum(axis=-2)
         return np.asarray(total[..., 0] / total[..., 1])
 
-    rows = np.random.default_rng(seed).integers(
-        0, len(ours), (num_resamples, len(ours))
-    )
+    rows = np.random.default_rng(seed).integers(0, len(ours), (num_resamples, len(ours)))
     low, high = np.quantile(pace(ours[rows]) / pace(others[rows]), [0.025, 0.975])
     return Estimate(float(pace(ours) / pace(others)), float(low), float(high))
 
@@ -174,9 +172,7 @@ class Counterfactual:
     _tables: list[np.ndarray] = field(default_factory=list)
     _accepted: list[int] = field(default_factory=list)
 
-    def counting(
-        self, rule: str | AcceptanceRule = "auto", *, is_seeded: bool = False
-    ) -> Counting:
+    def counting(self, rule: str | AcceptanceRule = "auto", *, is_seeded: bool = False) -> Counting:
         """The rule that decides as another rule does, and adds each round to this account.
 
         Args:
@@ -266,16 +262,12 @@ class Counting:
         """As the rule does."""
         return shares_noise(self.rule)
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Decision:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """The rule's decision; the chances of all rules are read with it."""
         tokens, q = to_ids(draft.tokens), draft.probs
         q = point_mass(tokens, target.probs) if q is None else q
         table = chances(target.probs, tokens, q)
-        return CountedDecision(
-            self.rule.decide(target, draft, randomness), table, self.account
-        )
+        return CountedDecision(self.rule.decide(target, draft, randomness), table, self.account)
 
 
 @dataclass(frozen=True)

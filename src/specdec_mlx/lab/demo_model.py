@@ -40,10 +40,7 @@ MODEL_FILES = (*CONFIG_FILES, "tokenizer.json", WEIGHTS_FILE)
 GROUP_SIZE = 32  # of Q4_0, Q4_1 and Q8_0, fixed by the file format
 SPECIAL_TOKEN, USER_TOKEN = 3, 4  # the format's token types that are matched as a whole
 
-TOP_NAMES = {
-    "token_embd": "model.embed_tokens.weight",
-    "output_norm": "model.norm.weight",
-}
+TOP_NAMES = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -276,20 +273,14 @@ def rows_by_halves(weight: mx.array, num_heads: int) -> mx.array:
 def hugging_face_name(name: str) -> str:
     """Name of a GGUF tensor in Hugging Face's llama, e.g. `model.layers.0.mlp.up_proj.weight`."""
     *above, part, _ = name.split(".")
-    return (
-        f"model.layers.{above[1]}.{LAYER_NAMES[part]}.weight"
-        if above
-        else TOP_NAMES[part]
-    )
+    return f"model.layers.{above[1]}.{LAYER_NAMES[part]}.weight" if above else TOP_NAMES[part]
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Byte-level BPE after splitting off single digits, from GGUF metadata."""
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(
-        models.BPE({token: i for i, token in enumerate(tokens)}, merges)
-    )
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -25,16 +25,7 @@ from specdec_mlx.files import cache_root
 HEADS = ("mtp", "eagle3", "medusa", "exit")
 PACKED = Path(__file__).parent
 WEIGHTS = "model.safetensors"
-HELD_OUT = (
-    "binary",
-    "booleans",
-    "calls",
-    "global",
-    "objects",
-    "power",
-    "return",
-    "slicings",
-)
+HELD_OUT = ("binary", "booleans", "calls", "global", "objects", "power", "return", "slicings")
 """Topics that are never trained on, about a twentieth of the text; nothing else quotes them."""
 OPENING_LENGTH = 400  # characters of a held-out topic that make a prompt
 # characters from which a repeated paragraph counts as a quotation: a heuristic
@@ -84,17 +75,13 @@ def head(kind: str, target: nn.Module) -> Drafter:
 def head_path(kind: str) -> Path:
     """Folder of a trained head, a name of HEADS; raises UnknownNameError for another."""
     if kind not in HEADS:
-        raise UnknownNameError(
-            f"The lab has no head {kind!r}: expected {', '.join(HEADS)}."
-        )
+        raise UnknownNameError(f"The lab has no head {kind!r}: expected {', '.join(HEADS)}.")
     return unpacked(PACKED / "heads" / kind)
 
 
 def unpacked(packed: Path) -> Path:
     """The folder in float32, in the cache, else temporary; written on the first call."""
-    within = Path(
-        "lab", f"{zlib.crc32((packed / WEIGHTS).read_bytes()):08x}", packed.name
-    )
+    within = Path("lab", f"{zlib.crc32((packed / WEIGHTS).read_bytes()):08x}", packed.name)
     folder = cache_root() / within
     if folder.exists():
         return folder
@@ -115,14 +102,10 @@ def unpacked(packed: Path) -> Path:
 
 def unpack(packed: Path, folder: Path) -> Path:
     """Write a folder of the package in float32, and return it."""
-    shutil.copytree(
-        packed, folder, ignore=shutil.ignore_patterns(WEIGHTS), dirs_exist_ok=True
-    )
+    shutil.copytree(packed, folder, ignore=shutil.ignore_patterns(WEIGHTS), dirs_exist_ok=True)
     stored: Any = mx.load(str(packed / WEIGHTS))
     weights = {
-        name: weight.astype(mx.float32) * stored[name + SCALE]
-        if name + SCALE in stored
-        else weight
+        name: weight.astype(mx.float32) * stored[name + SCALE] if name + SCALE in stored else weight
         for name, weight in stored.items()
         if not name.endswith(SCALE)
     }

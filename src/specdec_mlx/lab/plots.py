@@ -42,10 +42,7 @@ PIXELS_PER_INCH, SHARPNESS = 90, 2  # as shown, and pixels drawn for each of the
 MOST_POSITIONS, MOST_RUNS = 17, 40
 LEGEND_LINE = 0.17  # inches
 MLX_LM_SPECULATION = "mlx-lm-speculation"
-LEGENDS = {
-    MLX_LM_SPECULATION: "mlx-lm's own, draft model",
-    "none": "no drafter, our loop",
-}
+LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", "none": "no drafter, our loop"}
 """Names in a legend that differ from those of a benchmark's results."""
 
 
@@ -149,10 +146,7 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
     ax.set_ylim(0, 1.03)
     _label_ranges(ax, list(found))
     return label_axes(
-        ax,
-        "Acceptance by position",
-        "position in the draft",
-        "share accepted, 95% interval",
+        ax, "Acceptance by position", "position in the draft", "share accepted, 95% interval"
     )
 
 
@@ -165,10 +159,7 @@ def _label_ranges(ax: Axes, ranges: Sequence[range]) -> None:
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Tokens per pass along the generation, in runs of rounds, and how many of them drafted."""
     ax = axes_or_new(ax)
-    rows = [
-        (i, 1 + accepted, drafted > 0)
-        for i, (drafted, accepted) in enumerate(stats.rounds)
-    ]
+    rows = [(i, 1 + accepted, drafted > 0) for i, (drafted, accepted) in enumerate(stats.rounds)]
     num_runs = min(MOST_RUNS, len(rows))
     runs = np.array_split(rows, num_runs) if rows else []
     means = np.array([run.mean(axis=0) for run in runs]).reshape(-1, 3)
@@ -180,9 +171,7 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     mode.set_ylim(0, 4)  # the lowest quarter of the panel
     mode.set_yticks([0, 1], ["plain", "drafting"])
     ax.set_ylim(0, max([2.0, *tokens]) * 1.25)
-    return finish(
-        ax, "Along the generation", "round", "tokens per pass", loc="upper right"
-    )
+    return finish(ax, "Along the generation", "round", "tokens per pass", loc="upper right")
 
 
 def cost_curve(cost: Any) -> Figure:
@@ -190,25 +179,13 @@ def cost_curve(cost: Any) -> Figure:
     ax = axes_or_new(None)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
     positions = [m for m in known if m <= MOST_POSITIONS]
-    ax.plot(
-        positions,
-        [cost(m) / cost(1) for m in positions],
-        "o-",
-        color=BLUE,
-        label="c(m)",
-    )
+    ax.plot(positions, [cost(m) / cost(1) for m in positions], "o-", color=BLUE, label="c(m)")
     if cost.low:
         intervals = (cost.low, cost.high)
-        low, high = (
-            [x / cost(1) for x in ends[: len(positions)]] for ends in intervals
-        )
-        ax.fill_between(
-            positions, low, high, color=BLUE, alpha=0.25, linewidth=0, label="95%"
-        )
+        low, high = ([x / cost(1) for x in ends[: len(positions)]] for ends in intervals)
+        ax.fill_between(positions, low, high, color=BLUE, alpha=0.25, linewidth=0, label="95%")
     ax.set_ylim(0)
-    return finish(
-        ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", "plain steps"
-    )
+    return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", "plain steps")
 
 
 Way = tuple[str, str, str]
@@ -218,9 +195,7 @@ Speeds = dict[Way, dict[str, tuple[float, float, float]]]
 """Way -> category -> speed, and the ends of its interval."""
 
 
-def speed_by_text(
-    results: Sequence[Any], ax: Axes | None = None, title: str = ""
-) -> Figure:
+def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "") -> Figure:
     """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals.
 
     results: of a benchmark, those of plain mlx-lm first. ax: where to draw, a new plot if None.

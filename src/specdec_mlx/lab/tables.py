@@ -8,18 +8,14 @@ from html import escape
 from specdec_mlx.views.html import CELL, table
 
 
-def table_html(
-    header: Sequence[str], rows: Iterable[Sequence[str]], num_text_columns: int
-) -> str:
+def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], num_text_columns: int) -> str:
     """A table whose first `num_text_columns` stand to the left; numbers stand to the right."""
     lines = []
     for tag, cells in (("th", header), *(("td", row) for row in rows)):
         line = ""
         for i, cell in enumerate(cells):
             side = "left" if i < num_text_columns else "right"
-            line += (
-                f'<{tag} style="{CELL};text-align:{side}">{escape(str(cell))}</{tag}>'
-            )
+            line += f'<{tag} style="{CELL};text-align:{side}">{escape(str(cell))}</{tag}>'
         lines.append(f"<tr>{line}</tr>")
     return table(lines)
 
@@ -32,9 +28,7 @@ def markdown_table(
     for i, cells in enumerate(zip(header, *rows, strict=True)):
         width = max(3, *map(len, cells))
         if i < num_text_columns:
-            columns.append(
-                [cell.ljust(width) for cell in (cells[0], "-" * width, *cells[1:])]
-            )
+            columns.append([cell.ljust(width) for cell in (cells[0], "-" * width, *cells[1:])])
         else:
             rule = "-" * (width - 1) + ":"
             columns.append([cell.rjust(width) for cell in (cells[0], rule, *cells[1:])])

@@ -36,9 +36,7 @@ Integers = Int[np.ndarray, " n"]
 def check_folder_of(path: Path) -> None:
     """Raise MemoryFileError for a file in a folder that is not there."""
     if not path.parent.is_dir():
-        raise MemoryFileError(
-            f"There is no folder {path.parent}. Make it, or give another file."
-        )
+        raise MemoryFileError(f"There is no folder {path.parent}. Make it, or give another file.")
 
 
 @contextmanager
@@ -49,21 +47,11 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def write_file(
-    path: Path,
-    kind: str,
-    header: dict[str, Any],
-    arrays: Sequence[Any],
-) -> str:
+def write_file(path: Path, kind: str, header: dict[str, Any], arrays: Sequence[Any]) -> str:
     """Write a JSON header and int32 arrays [n] whole or not, the lock held; the saving's id."""
     content = b"".join(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays)
     identity = uuid.uuid4().hex
-    told = {
-        "kind": kind,
-        "id": identity,
-        "size": len(content),
-        "crc32": zlib.crc32(content),
-    }
+    told = {"kind": kind, "id": identity, "size": len(content), "crc32": zlib.crc32(content)}
     text = json.dumps(told | header).encode()
     front = MAGIC + len(text).to_bytes(8, "little") + text
     # one process writes at a time, what was written is for its owner alone
@@ -113,9 +101,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     if path.is_dir():
         raise MemoryFileError(f"{path} is a folder, expected the file of a memory.")
     if not path.exists():
-        raise FileNotFoundError(
-            f"There is no file {path}. To begin a memory, call save(path)."
-        )
+        raise FileNotFoundError(f"There is no file {path}. To begin a memory, call save(path).")
     with open(path, "rb") as file:
         magic = file.read(len(MAGIC))
         if magic[:5] != MAGIC[:5]:

@@ -61,12 +61,7 @@ class ContextIndex:
         return len(self.ids)
 
     def nearest(
-        self,
-        context: Context,
-        most: int,
-        within: int,
-        least: int = 1,
-        fewer: int | None = None,
+        self, context: Context, most: int, within: int, least: int = 1, fewer: int | None = None
     ) -> list[Ring]:
         """Places with the longest matches of a context, longest first.
 
@@ -78,9 +73,7 @@ class ContextIndex:
         if not keys:
             return []
         start = bisect_left(keys, key)
-        difference = min(
-            [neighbour ^ key for neighbour in keys[max(0, start - 1) : start + 1]]
-        )
+        difference = min([neighbour ^ key for neighbour in keys[max(0, start - 1) : start + 1]])
         longest = min(KNOWN - (difference.bit_length() + BITS - 1) // BITS, len(last))
         if longest < least:
             return []
@@ -105,9 +98,7 @@ class ContextIndex:
                 most = min(most, fewer)
         return found
 
-    def following(
-        self, place: int, length: int, more: Sequence[int] = ()
-    ) -> tuple[int, ...]:
+    def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
         """The tokens from a place on, at most `length`, to the end of its text."""
         tokens = tuple(self.ids[place : place + length])
         return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
@@ -120,9 +111,7 @@ class ContextIndex:
         for end in ends:
             found.setdefault(self._matched(end, last), []).append(end)
         shortest = max(least, max(found) - within)
-        return sorted(
-            [ring for ring in found.items() if ring[0] >= shortest], reverse=True
-        )
+        return sorted([ring for ring in found.items() if ring[0] >= shortest], reverse=True)
 
     def _matched(self, end: int, last: Sequence[int]) -> int:
         """Number of tokens before `end` that equal the last ones, at least those of the key."""
@@ -169,15 +158,9 @@ class GrowingIndex(ContextIndex):
             return Context.of([*self.ids[-MAX_MATCH:], *more])
         return Context(self._key, self.ids[: -MAX_MATCH - 1 : -1])
 
-    def following(
-        self, place: int, length: int, more: Sequence[int] = ()
-    ) -> tuple[int, ...]:
+    def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
         """The `length` tokens from a place on, of the text and `more`, around and around."""
         known = tuple(self.ids[place : place + length])
         if more:
             known = (*known, *more)[:length]
-        return (
-            known
-            if len(known) == length
-            else (known * -(-length // len(known)))[:length]
-        )
+        return known if len(known) == length else (known * -(-length // len(known)))[:length]

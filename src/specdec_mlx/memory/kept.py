@@ -79,9 +79,7 @@ class KeptFile(ABC):
         try:
             kept = cls._of(header, data)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise file.damaged(
-                path, f"its header does not fit its content ({error!r})"
-            ) from error
+            raise file.damaged(path, f"its header does not fit its content ({error!r})") from error
         kept.path, kept._saved_as, kept.refuses_others = path, header["id"], True
         return kept
 
@@ -138,9 +136,7 @@ class KeptFile(ABC):
         """
         path = path or self.path
         if path is None:
-            raise ValueError(
-                f"This {self.what} was loaded from no file. Give save(path)."
-            )
+            raise ValueError(f"This {self.what} was loaded from no file. Give save(path).")
         path = Path(path)
         with self._lock, locked(path):
             if path.exists() and file.read_header(path)[0]["id"] != self._saved_as:
@@ -152,9 +148,7 @@ class KeptFile(ABC):
                     )
                 self._take_over(saved, is_own=path == self.path)
                 self.tokenizer = self.tokenizer or saved.tokenizer
-            self._saved_as = file.write_file(
-                path, self.kind, *self._content(in_public=False)
-            )
+            self._saved_as = file.write_file(path, self.kind, *self._content(in_public=False))
             self.path = path
 
     def save_now_and_then(self) -> None:
@@ -201,11 +195,7 @@ PROBES = (
 )
 """Samples that any tokenizer can give back as they were."""
 
-SAMPLES = (
-    *PROBES,
-    "naïve café – Zürich, 東京, Привет, 😀",
-    "  two  spaces\tand\ttabs\n\n\n",
-)
+SAMPLES = (*PROBES, "naïve café – Zürich, 東京, Привет, 😀", "  two  spaces\tand\ttabs\n\n\n")
 
 
 def fingerprint_of(tokenizer: Any) -> str | None:
@@ -220,8 +210,6 @@ def fingerprint_of(tokenizer: Any) -> str | None:
 
 @PerModel
 def _digest(tokenizer: Any) -> str:
-    samples = [
-        list(tokenizer.encode(text, add_special_tokens=False)) for text in SAMPLES
-    ]
+    samples = [list(tokenizer.encode(text, add_special_tokens=False)) for text in SAMPLES]
     content = [sorted(tokenizer.get_vocab().items()), samples]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -40,13 +40,9 @@ def files_in(root: Path) -> Iterator[Path]:
         yield root
         return
     if not root.is_dir():
-        raise FileNotFoundError(
-            f"There is no file or folder {root}. Name what is to be read."
-        )
+        raise FileNotFoundError(f"There is no file or folder {root}. Name what is to be read.")
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(
-            f for f in folders if f[0] != "." and f not in SKIPPED_FOLDERS
-        )
+        folders[:] = sorted(f for f in folders if f[0] != "." and f not in SKIPPED_FOLDERS)
         for name in sorted(names):
             file = Path(folder, name)
             if name[0] != "." and file.is_file() and not file.is_symlink():
@@ -119,9 +115,7 @@ class Memory(KeptFile):
     ) -> None:
         super().__init__(tokenizer)
         self.remember_prompts = remember_prompts
-        self.max_tokens = whole(
-            "max_tokens", max_tokens, 1, ". Memory.load(path) reads a file"
-        )
+        self.max_tokens = whole("max_tokens", max_tokens, 1, ". Memory.load(path) reads a file")
         if max_bytes is not None:
             most = whole("max_bytes", max_bytes, BYTES_PER_TOKEN) // BYTES_PER_TOKEN
             self.max_tokens = min(self.max_tokens, most)
@@ -130,10 +124,7 @@ class Memory(KeptFile):
 
     @classmethod
     def from_files(
-        cls,
-        paths: Path | str | Sequence[Path | str],
-        tokenizer: Any,
-        max_tokens: int = 4_000_000,
+        cls, paths: Path | str | Sequence[Path | str], tokenizer: Any, max_tokens: int = 4_000_000
     ) -> Memory:
         """A memory of a file or folder, or of several, such as one's own code; see `update`."""
         memory = cls(max_tokens)
@@ -161,16 +152,12 @@ class Memory(KeptFile):
     def texts(self) -> list[Integers]:
         """The texts, oldest first."""
         found = [np.array(index.ids) for index in self.indexes]
-        return [
-            part[:-1] for ids in found for part in np.split(ids, _ends(ids) + 1)[:-1]
-        ]
+        return [part[:-1] for ids in found for part in np.split(ids, _ends(ids) + 1)[:-1]]
 
     @property
     def largest_token(self) -> int:
         """The largest token id, -1 where nothing is held."""
-        return max(
-            (int(np.max(index.ids)) for index in self.indexes), default=SEPARATOR
-        )
+        return max((int(np.max(index.ids)) for index in self.indexes), default=SEPARATOR)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Remember a text [n], nothing where n < 2; ValueError for what is no token id."""
@@ -188,9 +175,7 @@ class Memory(KeptFile):
             self._extend([text for text in theirs if not _taken(held, text)])
             self.sources |= other.sources
 
-    def update(
-        self, paths: Path | str | Sequence[Path | str], tokenizer: Any
-    ) -> Update:
+    def update(self, paths: Path | str | Sequence[Path | str], tokenizer: Any) -> Update:
         """Bring it up to date with files and folders: only what has changed is tokenized.
 
         A file is one text; one that has changed, or is gone from a folder, is forgotten first. Of a
@@ -204,11 +189,7 @@ class Memory(KeptFile):
         known = self.sources
         missing = known.keys() - there
         gone = {name for name in missing if any(map(Path(name).is_relative_to, roots))}
-        changed = [
-            name
-            for name in sorted(there)
-            if known.get(name, (None,))[0] != state_of(name)
-        ]
+        changed = [name for name in sorted(there) if known.get(name, (None,))[0] != state_of(name)]
         lost = Counter(known[name][1] for name in {*gone, *changed} & known.keys())
         sources = {name: found for name, found in known.items() if name not in gone}
         texts, skipped = [], 0
@@ -224,9 +205,7 @@ class Memory(KeptFile):
                 self.indexes = (ContextIndex(join(kept)),) if kept else ()
             self._extend([text for text in texts if len(text) >= 2])
         self.sources = sources
-        return Update(
-            len(changed) - skipped, len(there) - len(changed), len(gone), skipped
-        )
+        return Update(len(changed) - skipped, len(there) - len(changed), len(gone), skipped)
 
     def prune(self, max_tokens: int) -> None:
         """Forget the oldest texts until at most `max_tokens` are left; one index for the rest."""
@@ -244,18 +223,14 @@ class Memory(KeptFile):
 
     def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
         header = {name: getattr(self, name) for name in STORED}
-        header["indexes"] = [
-            [len(index.ids), len(index.ends)] for index in self.indexes
-        ]
+        header["indexes"] = [[len(index.ids), len(index.ends)] for index in self.indexes]
         header["sources"] = {} if in_public else self.sources
         return header, [a for index in self.indexes for a in (index.ids, index.ends)]
 
     @classmethod
     def _of(cls, header: dict[str, Any], data: Integers) -> Memory:
         memory = cls(**{name: header[name] for name in STORED})
-        memory.sources = {
-            name: tuple(found) for name, found in header["sources"].items()
-        }
+        memory.sources = {name: tuple(found) for name, found in header["sources"].items()}
         memory.indexes = tuple(_read(header["indexes"], data))
         return memory
 

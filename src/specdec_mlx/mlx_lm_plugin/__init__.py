@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec_mlx.mlx_lm_plugin.commands import run_command as run_command
-    from specdec_mlx.mlx_lm_plugin.installation import (
-        MlxLmVersionError as MlxLmVersionError,
-    )
+    from specdec_mlx.mlx_lm_plugin.installation import MlxLmVersionError as MlxLmVersionError
     from specdec_mlx.mlx_lm_plugin.installation import Speculation as Speculation
     from specdec_mlx.mlx_lm_plugin.installation import install as install
     from specdec_mlx.mlx_lm_plugin.installation import patched as patched

@@ -18,17 +18,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
-from specdec_mlx.mlx_lm_plugin.flags import (
-    Flags,
-    add_grammar_arguments,
-    replaced_names,
-    run_main,
-)
-from specdec_mlx.mlx_lm_plugin.generation_config import (
-    ARGUMENTS,
-    described,
-    recommended_sampling,
-)
+from specdec_mlx.mlx_lm_plugin.flags import Flags, add_grammar_arguments, replaced_names, run_main
+from specdec_mlx.mlx_lm_plugin.generation_config import ARGUMENTS, described, recommended_sampling
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, check_version, in_force
 from specdec_mlx.models.loading import explained, folder_of, load_on_ranks
 from specdec_mlx.sampling import Sampling
@@ -52,9 +43,7 @@ def terminated_as_interrupted() -> Iterator[None]:
 
     is_main = threading.current_thread() is threading.main_thread()
     is_alone = mx.distributed.init().size() == 1
-    if not (
-        is_main and is_alone and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    ):
+    if not (is_main and is_alone and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
         yield
         return
     signal.signal(signal.SIGTERM, interrupt)
@@ -72,9 +61,7 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
             stack.enter_context(
-                redirect_stdout(
-                    stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-                )
+                redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8")))
             )
         stack.enter_context(terminated_as_interrupted())
         Command(name).run(arguments)
@@ -115,9 +102,7 @@ class Command:
 
     def _names(self) -> dict[str, Any]:
         """Replacements for names of the module: what loads, and of `chat` what is said and read."""
-        loaders = [
-            name for name in ("load", "sharded_load") if hasattr(self.module, name)
-        ]
+        loaders = [name for name in ("load", "sharded_load") if hasattr(self.module, name)]
         names = {name: self._noting(getattr(self.module, name)) for name in loaders}
         if self.name == "generate" and mx.distributed.init().size() > 1:
             names["load"] = self._noting(load_on_ranks)  # as mlx-lm's other commands do
@@ -150,13 +135,9 @@ class Command:
     def _choose_sampling(self, folder: Path) -> None:
         """Take the sampling that a model's folder recommends where no flag gives any."""
         recommended, problems = recommended_sampling(folder)
-        missing = [
-            name for name in ARGUMENTS.values() if getattr(self.arguments, name) is None
-        ]
+        missing = [name for name in ARGUMENTS.values() if getattr(self.arguments, name) is None]
         used = {name: recommended[name] for name in missing if name in recommended}
-        vars(self.arguments).update(
-            {name: getattr(Sampling(), name) for name in missing}, **used
-        )
+        vars(self.arguments).update({name: getattr(Sampling(), name) for name in missing}, **used)
         words = [f"Sampling: {described(used)}"] if used else []
         if mx.distributed.init().rank() == 0:
             for line in [*problems, *words]:
@@ -225,9 +206,7 @@ def print_account(speculation: Speculation, file: Any) -> None:
     if stats is None or mx.distributed.init().rank() > 0:
         return
     print(stats, file=file)
-    rounds = ", ".join(
-        f"{n}: {count}" for n, count in enumerate(stats.accept_histogram)
-    )
+    rounds = ", ".join(f"{n}: {count}" for n, count in enumerate(stats.accept_histogram))
     print(f"Rounds by accepted tokens: {rounds}", file=file)
     rates = ", ".join(f"{rate:.0%}" for rate in stats.acceptance_by_position)
     print(f"Acceptance by position: {rates or 'nothing drafted'}", file=file)

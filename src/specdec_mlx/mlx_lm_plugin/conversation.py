@@ -38,9 +38,7 @@ class Wrapper(Several):
 class WrappedSession:
     """A session that is told of its end by another function; the rest is its own."""
 
-    def __init__(
-        self, session: Session, key: str, close: Callable[[int], None]
-    ) -> None:
+    def __init__(self, session: Session, key: str, close: Callable[[int], None]) -> None:
         self.observe, self.close = session.observe, close
         self.parts = contracts.session_parts(session, key)
         self.groups = contracts.session_groups(session, key)
@@ -62,9 +60,7 @@ class Predicted(Wrapper):
 def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
     """The drafter, after a look-up that may also copy from the prediction."""
     several = drafter if isinstance(drafter, FirstOf) else FirstOf(drafter)
-    return type(several)(
-        Predicted(PromptLookupDrafter(), prediction), *several.drafters
-    )
+    return type(several)(Predicted(PromptLookupDrafter(), prediction), *several.drafters)
 
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
@@ -92,10 +88,7 @@ class Kept(Wrapper):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin after the prompt, of which the caches that are found hold a part."""
-        if (
-            context.draft_cache is not None
-            or self.drafter.shared_with(context) is not None
-        ):
+        if context.draft_cache is not None or self.drafter.shared_with(context) is not None:
             return self.drafter.begin(prompt, context)
         caches, rest = self.store.fetch_nearest_cache(self.place, list(prompt))
         if caches is None:

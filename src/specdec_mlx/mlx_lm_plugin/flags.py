@@ -48,9 +48,7 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.grammar import Grammar
     from specdec_mlx.memory.store import Memory
 
-LEARNERS = (
-    "specdec_mlx.learners"  # entry points; `online` is what --online makes of a model
-)
+LEARNERS = "specdec_mlx.learners"  # entry points; `online` is what --online makes of a model
 EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
 
 
@@ -133,11 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"the model for each draft; {MODEL_DRAFTER}:branches=4 has the model propose trees)",
     )
     if "--draft-model" not in taken:
-        add(
-            "--draft-model",
-            default=None,
-            help="A model to draft with, a trained head, or auto.",
-        )
+        add("--draft-model", default=None, help="A model to draft with, a trained head, or auto.")
     add_lighter_arguments(group)
     add(
         "--num-draft-tokens",
@@ -232,8 +226,7 @@ RARE = (
 """Flags of mlx-lm's and ours that most people never need."""
 
 COUNTS = (
-    "max-tokens max-kv-size prefill-step-size prompt-tokens generation-tokens num-trials "
-    "batch-size"
+    "max-tokens max-kv-size prefill-step-size prompt-tokens generation-tokens num-trials batch-size"
 )
 """mlx-lm's flags whose numbers it does not check itself."""
 
@@ -284,9 +277,7 @@ OnFlags = Callable[[argparse.Namespace, Flags], None]
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
 
-def run_main(
-    module: Any, arguments: Sequence[str], on_flags: OnFlags, *more: AddArguments
-) -> None:
+def run_main(module: Any, arguments: Sequence[str], on_flags: OnFlags, *more: AddArguments) -> None:
     """Run a command of mlx-lm with our flags; see `argparse_with_flags`."""
     program = f"specdec-mlx {module.__name__.rpartition('.')[2]}"
     with (
@@ -315,9 +306,7 @@ def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
                 on_flags(namespace, take_flags(namespace))
             except (ValueError, OSError) as error:
                 self.error(str(error))
-            if not isinstance(
-                namespace.num_draft_tokens, int
-            ):  # mlx-lm's own loop takes an int
+            if not isinstance(namespace.num_draft_tokens, int):  # mlx-lm's own loop takes an int
                 namespace.num_draft_tokens = theirs
             return namespace
 

@@ -11,12 +11,7 @@ from specdec_mlx.files import read_text
 from specdec_mlx.sampling import Sampling
 
 FILE = "generation_config.json"
-ARGUMENTS = {
-    "temperature": "temp",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-}
+ARGUMENTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 """Arguments of `Sampling` by the names that the file has for them."""
 
 

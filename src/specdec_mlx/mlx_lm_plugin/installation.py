@@ -236,19 +236,14 @@ def _stepping(original: Any) -> Any:
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
         speculation = next(reversed(_stack), None)
-        options = {
-            "stream": generation_stream,
-            **signature.bind(*args, **kwargs).arguments,
-        }
+        options = {"stream": generation_stream, **signature.bind(*args, **kwargs).arguments}
         if speculation is None or not _can_draft(options):
             return original(*args, **kwargs)
         if "draft_model" not in options:
             return speculation.steps(speculation.drafter, 2, **options)
         drafter = resolve(None, options.pop("draft_model"))
         num_draft_tokens = options.pop("num_draft_tokens", None)
-        return speculation.steps(
-            drafter, 3, num_draft_tokens=num_draft_tokens, **options
-        )
+        return speculation.steps(drafter, 3, num_draft_tokens=num_draft_tokens, **options)
 
     return step
 
@@ -263,9 +258,7 @@ def _batching(original: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         more = given.pop("kwargs", {})
         more.pop("prefill_batch_size", None)  # changes no text
-        is_known = (
-            not more.keys() - BATCH_OPTIONS and not given.keys() - known.parameters
-        )
+        is_known = not more.keys() - BATCH_OPTIONS and not given.keys() - known.parameters
         if speculation is None or speculation.drafter is None or not is_known:
             return original(*args, **kwargs)
         return speculation.batch(given | more)
@@ -346,7 +339,5 @@ def patched(
     make_draft_length(num_draft_tokens)  # to raise now rather than at the first token
     make_rule(rule)
     given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
-    with in_force(
-        Speculation(resolve(*given), num_draft_tokens, rule, tokenizer)
-    ) as made:
+    with in_force(Speculation(resolve(*given), num_draft_tokens, rule, tokenizer)) as made:
         yield made

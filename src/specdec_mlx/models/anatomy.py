@@ -48,12 +48,8 @@ Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a function: the function, its arguments and its keyword arguments."""
 
 
-_watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar(
-    "watchers", default=()
-)
-_handing: ContextVar[Callable[[nn.Module, Any], Any] | None] = ContextVar(
-    "handing", default=None
-)
+_watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar("watchers", default=())
+_handing: ContextVar[Callable[[nn.Module, Any], Any] | None] = ContextVar("handing", default=None)
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 """Those of the pass that is being built in this thread."""
 
@@ -176,9 +172,7 @@ def replacing(
         for place in places:
             setattr(*place, getattr(*place).__wrapped__)
 
-    return _swapped(
-        {place: place for place in places}, replace, put_back, _answer, answer
-    )
+    return _swapped({place: place for place in places}, replace, put_back, _answer, answer)
 
 
 @cache
@@ -186,11 +180,7 @@ def _answered(function: Function) -> Function:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         answer = _answer.get()
-        return (
-            function(*args, **kwargs)
-            if answer is None
-            else answer(function, args, kwargs)
-        )
+        return function(*args, **kwargs) if answer is None else answer(function, args, kwargs)
 
     return call
 
@@ -306,9 +296,7 @@ def _watch(model: nn.Module) -> Anatomy:
         if (*given.shape[:-1], vocab_size) == made.shape != given.shape:
             head, states = Tap(module, axis), given
     norms = [m for m, _, made in calls if made is states and not m.children()]
-    embeddings = [
-        m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)
-    ]
+    embeddings = [m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)]
     last_caches = {}
     for index, leaf in enumerate(leaves(caches)):
         if isinstance(leaf, READABLE) and not leaf.empty():
@@ -391,9 +379,7 @@ class Taps:
         self.features = self.rows(calls, logits)
         return logits
 
-    def rows(
-        self, calls: Sequence[Call], logits: mx.array, text: int | None = None
-    ) -> FeatureRows:
+    def rows(self, calls: Sequence[Call], logits: mx.array, text: int | None = None) -> FeatureRows:
         """Those of a pass, of the calls seen and logits [n, V]; text: see `Tap.rows`."""
         seen = {id(module): (given, made) for module, given, made in calls}
         head, layers = self._head, dict[int, mx.array]()

@@ -39,11 +39,7 @@ class PerModel(Generic[T]):
         key = (*map(id, owners),)
         if key not in self._values:
             key = (*map(id, map(unwrapped, owners)),)
-        return (
-            self._values[key]
-            if key in self._values
-            else self.put(self._make(*owners), *owners)
-        )
+        return self._values[key] if key in self._values else self.put(self._make(*owners), *owners)
 
     def put(self, value: T, *owners: Any) -> T:
         """Give these another value, which is returned."""
@@ -65,9 +61,7 @@ TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 """Any of these makes a tokenizer; `tokenizer_config.json` alone does not."""
 
 
-def load_model(
-    name: Path | str, read: Callable[[str], Any] = load
-) -> tuple[nn.Module, Any]:
+def load_model(name: Path | str, read: Callable[[str], Any] = load) -> tuple[nn.Module, Any]:
     """Model and tokenizer of a folder or a Hugging Face name; ModelFolderError without them.
 
     read: loads them from a path, as mlx-lm's `load` does.
@@ -80,9 +74,7 @@ def load_model(
 
 def load_target(name: Path | str) -> tuple[nn.Module, Any]:
     """Like `load_model`; under `mx.distributed`, spread over all ranks."""
-    return load_model(
-        name, load if mx.distributed.init().size() == 1 else load_on_ranks
-    )
+    return load_model(name, load if mx.distributed.init().size() == 1 else load_on_ranks)
 
 
 def load_on_ranks(
@@ -169,9 +161,7 @@ def is_offline() -> bool:
 def check_folder(folder: Path) -> None:
     """Raise ModelFolderError, with the next step, unless the folder has all parts of a model."""
     if not folder.is_dir():
-        raise ModelFolderError(
-            f"{folder} is a file, expected a folder. Give the folder it is in."
-        )
+        raise ModelFolderError(f"{folder} is a file, expected a folder. Give the folder it is in.")
     if not (folder / "config.json").is_file():
         raise ModelFolderError(
             f"{folder} has no config.json, so it is not a model folder. Give the folder of a "

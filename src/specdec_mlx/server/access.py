@@ -34,9 +34,7 @@ Refuse = Callable[[Scope, HTTPStatus, str], ASGIApp]
 
 def origins_of(settings: ServerSettings) -> re.Pattern[str]:
     """The pattern of all permitted origins. In --allowed-origins, * stands for any characters."""
-    opened = (
-        re.escape(origin).replace(r"\*", ".*") for origin in settings.allowed_origins
-    )
+    opened = (re.escape(origin).replace(r"\*", ".*") for origin in settings.allowed_origins)
     return re.compile("|".join([TRUSTED_ORIGINS, *opened]))
 
 

@@ -35,11 +35,7 @@ from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
-from specdec_mlx.server.receiving import (
-    LEFT_A_SECOND,
-    closing_after_early_replies,
-    received,
-)
+from specdec_mlx.server.receiving import LEFT_A_SECOND, closing_after_early_replies, received
 from specdec_mlx.server.requests import (
     Asked,
     BodyError,
@@ -69,11 +65,7 @@ WIRES: dict[str, Wire] = {
     "/responses": RESPONSES,
 }
 
-TOKENS = {
-    "/tokenize": tokenize,
-    "/detokenize": detokenize,
-    "/apply-template": apply_template,
-}
+TOKENS = {"/tokenize": tokenize, "/detokenize": detokenize, "/apply-template": apply_template}
 
 VERSIONS = re.compile(r"^(/v1)+(?=/|$)")
 
@@ -219,9 +211,7 @@ class Endpoints:
     async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
         """Read the body; raises RequestError. Others do not wait for its grammar or pictures."""
         raw = await received(request)
-        key = request.headers.get("authorization") or request.headers.get(
-            "x-api-key", ""
-        )
+        key = request.headers.get("authorization") or request.headers.get("x-api-key", "")
 
         def read() -> Asked:
             asked = wire.read({**self.settings.sampling, **more, **read_body(raw)})
@@ -232,15 +222,11 @@ class Endpoints:
 
         if (size := len(raw)) <= SMALL:
             return await run_in_threadpool(read)
-        async with (
-            self.large_body
-        ):  # one at a time, so that no two are taken apart in memory
+        async with self.large_body:  # one at a time, so that no two are taken apart in memory
             try:
                 return await run_in_threadpool(read)
             except Exception:
-                await asyncio.sleep(
-                    size / LEFT_A_SECOND
-                )  # so that many take no more than one
+                await asyncio.sleep(size / LEFT_A_SECOND)  # so that many take no more than one
                 raise
 
 
@@ -294,9 +280,7 @@ class Inbox:
 class Answer:
     """One reply, whole or streamed; its texts end with the connection, and with each other."""
 
-    def __init__(
-        self, engine: Engine, totals: Totals, wire: Wire, asked: Asked
-    ) -> None:
+    def __init__(self, engine: Engine, totals: Totals, wire: Wire, asked: Asked) -> None:
         self.engine, self.totals, self.wire, self.asked = engine, totals, wire, asked
         self.num_open = len(asked.requests)
         self.began_at = monotonic()
@@ -311,9 +295,7 @@ class Answer:
         try:
             for choice, request in enumerate(self.asked.requests):
                 tickets.append(self.engine.submit(request, partial(inbox.put, choice)))
-            response = await (self.stream if self.asked.stream else self.whole)(
-                inbox, send
-            )
+            response = await (self.stream if self.asked.stream else self.whole)(inbox, send)
         except HungUpError:
             seconds = monotonic() - self.began_at
             logging.info(f"{self.asked.model}: client hung up after {seconds:.1f} s.")
@@ -339,9 +321,7 @@ class Answer:
         """Send events as they come; an error before the first is raised, and told in its place."""
         clock, stream = asyncio.get_running_loop().time, self.wire.stream(self.asked)
         events = self.counted(await inbox.take(clock() + SILENCE))
-        await send(
-            {"type": "http.response.start", "status": HTTPStatus.OK, "headers": STREAM}
-        )
+        await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": STREAM})
         data, said_at = b"".join(stream.begin()), clock()
         try:
             while True:
@@ -352,9 +332,7 @@ class Answer:
                 if not data and clock() - said_at >= SILENCE:
                     data = stream.keepalive()
                 if data:
-                    await send(
-                        {"type": "http.response.body", "body": data, "more_body": True}
-                    )
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
                     data, said_at = b"", clock()
                 events = self.counted(await inbox.take(said_at + SILENCE))
             data += b"".join(stream.end())
@@ -436,9 +414,7 @@ def status_of(error: Exception) -> HTTPStatus:
         return error.status
     if isinstance(error, ClientDisconnect):  # nobody reads the reply
         return HTTPStatus.BAD_REQUEST
-    is_named = (
-        isinstance(error, RequestError) or type(error).__module__ == errors.__name__
-    )
+    is_named = isinstance(error, RequestError) or type(error).__module__ == errors.__name__
     if is_named and isinstance(error, ValueError | MissingPackageError):
         return HTTPStatus.BAD_REQUEST
     logging.error("A request failed.", exc_info=error)

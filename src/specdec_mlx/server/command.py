@@ -136,9 +136,7 @@ def address_of(host: str, port: int) -> str:
 def busy(host: str, port: int, error: Exception) -> PortError:
     """The error for a port that cannot be listened on."""
     reason = getattr(error, "strerror", None) or error
-    return PortError(
-        f"Port {port} of {host} is not free ({reason}). Give another one by --port."
-    )
+    return PortError(f"Port {port} of {host} is not free ({reason}). Give another one by --port.")
 
 
 def listen(
@@ -159,9 +157,7 @@ def listen(
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """End the texts, so that their clients are told, and then the connections."""
-            await asyncio.gather(
-                asyncio.to_thread(engine.end), super().shutdown(sockets)
-            )
+            await asyncio.gather(asyncio.to_thread(engine.end), super().shutdown(sockets))
 
     app = make_app(engine, settings)
     server = Server(
@@ -220,9 +216,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {
-                number: signal.signal(number, self._take) for number in SIGNALS
-            }
+            self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
         return self
 
     def __exit__(self, *exception: object) -> None:

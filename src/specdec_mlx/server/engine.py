@@ -160,10 +160,7 @@ class Engine:
             self._has_kept.wait()
         begun, spent = time.monotonic(), time.process_time()
         while not self._has_kept.wait(0.02):
-            if (
-                time.monotonic() - begun > GRACE
-                or time.process_time() - spent > GRACE_OF_PROCESSOR
-            ):
+            if time.monotonic() - begun > GRACE or time.process_time() - spent > GRACE_OF_PROCESSOR:
                 self.keep()
                 break
         for ticket in list(self._tickets):
@@ -226,9 +223,7 @@ class Engine:
                 if not (self._waiting or self._unloading or self._is_ending):
                     self._has_news.wait(self._patience())
                 unloads = bool(self._unloading) or self._idle_for() == 0
-                if not (self._is_ending or unloads) and (
-                    ticket := self._first_waiting()
-                ):
+                if not (self._is_ending or unloads) and (ticket := self._first_waiting()):
                     self._waiting.popleft()
             ends = self._is_ending and self.ranks.is_first
             shared = None if ticket is None else ticket.request
@@ -254,9 +249,7 @@ class Engine:
 
     def _unload(self) -> None:
         """Free the models and all caches."""
-        logging.info(
-            "The model's memory is given back. The next request loads it again."
-        )
+        logging.info("The model's memory is given back. The next request loads it again.")
         self.prefixes.trim_to(0)
         self.draft_caches.trim_to(0)
         self.models.unload()
@@ -432,9 +425,7 @@ class Engine:
             else generation_stream,
         )
 
-    def _was_read(
-        self, text: AskedText, caches: list[Any], done: int, total: int
-    ) -> None:
+    def _was_read(self, text: AskedText, caches: list[Any], done: int, total: int) -> None:
         """Note how far the prompt of a text that is alone is read, into these caches.
 
         What is read is kept where it could not be gone back to, and where the reading ends here.
@@ -459,14 +450,10 @@ class Engine:
         # raises for what cannot be quantized so
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
-        heavy = [
-            part for name, part in self.models.defaults(loaded) if takes_model(name)
-        ]
+        heavy = [part for name, part in self.models.defaults(loaded) if takes_model(name)]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)
-        short = replace(
-            options, max_tokens=WARM_TOKENS, num_draft_tokens=4, tuning=tuning
-        )
+        short = replace(options, max_tokens=WARM_TOKENS, num_draft_tokens=4, tuning=tuning)
         try:
             _ = self.settings.kv_bits is None and loaded.has_rows
             for drafter in (None, first_of([PromptLookupDrafter(), *heavy])):

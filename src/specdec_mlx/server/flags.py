@@ -52,9 +52,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([MG]?B?)", re.ASCII | re.IGNORECASE)
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as 500MB; ValueError for anything else."""
-    if (found := _SIZE.fullmatch(text.strip())) is None or found[
-        2
-    ].upper() not in SIZES:
+    if (found := _SIZE.fullmatch(text.strip())) is None or found[2].upper() not in SIZES:
         raise ValueError(f"expected a size such as 500MB or 20GB, got {text!r}")
     return int(float(found[1]) * SIZES[found[2].upper()])
 
@@ -66,9 +64,7 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
-def flag(
-    value: Any, words: str, group: str = "", *, is_secret: bool = False, **how: Any
-) -> Any:
+def flag(value: Any, words: str, group: str = "", *, is_secret: bool = False, **how: Any) -> Any:
     """A setting with a flag of its name. value: where none is given. how: as argparse takes it."""
     if isinstance(value, bool):
         how = {"action": "store_true", **how}
@@ -112,9 +108,7 @@ class ServerSettings:
         choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
     )
     chat_template: str = flag("", "A chat template in place of the tokenizer's.")
-    use_default_chat_template: bool = flag(
-        False, "Use the tokenizer's default chat template."
-    )
+    use_default_chat_template: bool = flag(False, "Use the tokenizer's default chat template.")
     chat_template_args: dict[str, Any] = flag(  # noqa: RUF009 - never changed
         {},
         """Variables of the chat template, as '{"enable_thinking":false}'""",
@@ -122,43 +116,28 @@ class ServerSettings:
         metavar="JSON",
     )
     temp: float | None = flag(
-        None,
-        "Default temperature (default: the model's own, or 0)",
-        type=number(float, 0, 1e30),
+        None, "Default temperature (default: the model's own, or 0)", type=number(float, 0, 1e30)
     )
     top_p: float | None = flag(
-        None,
-        "Default top-p (default: the model's own, or off)",
-        type=number(float, 0, 1),
+        None, "Default top-p (default: the model's own, or off)", type=number(float, 0, 1)
     )
     top_k: int | None = flag(
-        None,
-        "Default top-k (default: the model's own, or off)",
-        type=number(int, 0, inf),
+        None, "Default top-k (default: the model's own, or off)", type=number(int, 0, inf)
     )
     min_p: float | None = flag(
-        None,
-        "Default min-p (default: the model's own, or off)",
-        type=number(float, 0, 1),
+        None, "Default min-p (default: the model's own, or off)", type=number(float, 0, 1)
     )
     max_tokens: int | None = flag(
         None, "Most tokens of an answer (default: as many as fit)", type=int
     )
     decode_concurrency: int = flag(32, "Most texts written together.")
     prompt_concurrency: int = flag(8, "Most prompts read together.")
-    prefill_step_size: int = flag(
-        2048, "Most tokens of prompts read in a pass (default: DEFAULT)"
-    )
+    prefill_step_size: int = flag(2048, "Most tokens of prompts read in a pass (default: DEFAULT)")
     prompt_cache_size: int = flag(10, "Most prompt caches kept in memory.")
     prompt_cache_bytes: int | None = flag(
-        None,
-        "Most bytes of these caches.",
-        type=argument(parse_size),
-        metavar="SIZE",
+        None, "Most bytes of these caches.", type=argument(parse_size), metavar="SIZE"
     )
-    kv_bits: int | None = flag(
-        None, "Bits of quantized key-value caches, 4 or 8.", type=int
-    )
+    kv_bits: int | None = flag(None, "Bits of quantized key-value caches, 4 or 8.", type=int)
     kv_group_size: int = flag(64, "Group size of these (default: DEFAULT)")
     quantized_kv_start: int = flag(
         5000, "Position from which caches are quantized (default: DEFAULT)"
@@ -208,9 +187,7 @@ class ServerSettings:
         default=None,
     )
     allow_chat_templates: bool = flag(
-        False,
-        "Let requests bring a chat template, a program that is run here.",
-        REQUESTS,
+        False, "Let requests bring a chat template, a program that is run here.", REQUESTS
     )
     prompt_cache: Path | None = flag(  # noqa: RUF009 - never changed
         None,
@@ -306,9 +283,7 @@ def complete(namespace: argparse.Namespace) -> None:
     if not isinstance(namespace.chat_template_args, dict):
         raise ValueError("argument --chat-template-args: expected a JSON object.")
     namespace.api_key = key_of(namespace.api_key, os.environ.get(KEY_VARIABLE))
-    namespace.request_models = namespace.request_models or (
-        ANY if is_local else TARGETS
-    )
+    namespace.request_models = namespace.request_models or (ANY if is_local else TARGETS)
     if namespace.any_model_name is None:
         namespace.any_model_name = is_local and namespace.model is not None
     whose = namespace.memory_for

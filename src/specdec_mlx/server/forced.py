@@ -68,11 +68,7 @@ def _calls_in_json(tokenizer: Any) -> bool:
 def may_call_instead(request: TextRequest, tokenizer: Any) -> bool:
     """True if the text may be calls in the place of an answer that a schema describes."""
     has_schema = request.grammar is not None and request.grammar.kind == "json_schema"
-    may_call = (
-        bool(request.tools)
-        and request.tool_choice == AUTO
-        and tokenizer.has_tool_calling
-    )
+    may_call = bool(request.tools) and request.tool_choice == AUTO and tokenizer.has_tool_calling
     return has_schema and may_call
 
 
@@ -80,9 +76,7 @@ def reads_calls(request: TextRequest, tokenizer: Any) -> bool:
     """True if calls are read in the text, between the marks of the model's own format."""
     if request.grammar is not None and not is_forced(request):
         return may_call_instead(request, tokenizer)
-    may_call = bool(
-        request.messages and tools_for(request) and tokenizer.has_tool_calling
-    )
+    may_call = bool(request.messages and tools_for(request) and tokenizer.has_tool_calling)
     return may_call and not is_bare_call(request, tokenizer)
 
 
@@ -100,9 +94,7 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """
     if request.grammar is not None and may_call_instead(request, tokenizer):
         schema = {**json.loads(request.grammar.text), "x-guidance": JSON_STYLE}
-        begins = _as_rule(
-            tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer
-        )
+        begins = _as_rule(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer)
         return Grammar.lark(
             f"start: answer | {begins} <[*]>*\nanswer: %json {json.dumps(schema)}\n"
         )
@@ -111,27 +103,17 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     named = {tool["function"]["name"]: tool["function"] for tool in request.tools}
     if request.tool_choice != REQUIRED:
         if request.tool_choice not in named:
-            raise RequestError(
-                f"tool_choice: there is no tool {request.tool_choice!r}."
-            )
+            raise RequestError(f"tool_choice: there is no tool {request.tool_choice!r}.")
         named = {request.tool_choice: named[request.tool_choice]}
     is_bare = is_bare_call(request, tokenizer)
     is_single = is_bare or request.tool_choice != REQUIRED or not request.parallel_calls
-    body = " | ".join(
-        _call_rule(name, tool.get("parameters")) for name, tool in named.items()
-    )
+    body = " | ".join(_call_rule(name, tool.get("parameters")) for name, tool in named.items())
     call = "body"
     if not is_bare:  # between marks, on lines of their own
-        begins = _as_rule(
-            tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer
-        )
-        ends = _as_rule(
-            tokenizer.tool_call_end, tokenizer.tool_call_end_tokens, tokenizer
-        )
+        begins = _as_rule(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer)
+        ends = _as_rule(tokenizer.tool_call_end, tokenizer.tool_call_end_tokens, tokenizer)
         call = f'{begins} "\\n" body "\\n" {ends} "\\n"?'
-    return Grammar.lark(
-        f"start: call{'' if is_single else '+'}\ncall: {call}\nbody: {body}\n"
-    )
+    return Grammar.lark(f"start: call{'' if is_single else '+'}\ncall: {call}\nbody: {body}\n")
 
 
 def _as_rule(mark: str, tokens: Sequence[int], tokenizer: Any) -> str:
@@ -174,9 +156,7 @@ def _with_bounds(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     bounded = {
-        key: value
-        if key in ("const", "enum", "default", "examples")
-        else _with_bounds(value)
+        key: value if key in ("const", "enum", "default", "examples") else _with_bounds(value)
         for key, value in schema.items()
     }
     if schema.get("type") == "integer" and not schema.keys() & BOUNDS:

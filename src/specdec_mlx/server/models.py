@@ -29,11 +29,7 @@ from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
 from specdec_mlx.drafters.choosing.choice import NamedModel
-from specdec_mlx.drafters.choosing.registry import (
-    MODEL_DRAFTER,
-    NO_DRAFTER,
-    takes_model,
-)
+from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, takes_model
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
 from specdec_mlx.exactness.probe import can_hold_rows
@@ -41,11 +37,7 @@ from specdec_mlx.memory import Memory
 from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
-from specdec_mlx.mlx_lm_plugin.generation_config import (
-    ARGUMENTS,
-    described,
-    recommended_sampling,
-)
+from specdec_mlx.mlx_lm_plugin.generation_config import ARGUMENTS, described, recommended_sampling
 from specdec_mlx.models.loading import (
     check_folder,
     explained,
@@ -72,8 +64,7 @@ POSITIONS = (
 LONGEST_TEXT = 2**20  # positions for models whose configuration names none
 
 ANY_NAME = (
-    "A server that is started with --any-model-name takes any unknown name for its own "
-    "model."
+    "A server that is started with --any-model-name takes any unknown name for its own model."
 )
 
 NOT_HERE = "this server has no such model that it can load. Its log says why."
@@ -142,9 +133,7 @@ class Loaded:
     def longest_text(self) -> int:
         """Positions that its configuration gives a text, or `LONGEST_TEXT`."""
         config = {**self.config, **(self.config.get("text_config") or {})}
-        named: list[int] = [
-            config[name] for name in POSITIONS if isinstance(config.get(name), int)
-        ]
+        named: list[int] = [config[name] for name in POSITIONS if isinstance(config.get(name), int)]
         if not named:
             return LONGEST_TEXT
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -193,9 +182,7 @@ class Models:
         if given is not None and self._is_given(name):
             return (
                 given,
-                self.settings.adapter_path
-                if request.adapter is None
-                else request.adapter,
+                self.settings.adapter_path if request.adapter is None else request.adapter,
             )
         if name in ("", DEFAULT_MODEL):
             raise RequestError("This server was started without --model. Name a model.")
@@ -223,9 +210,7 @@ class Models:
         self.settings.check(request)
         names, loaded = self.names_of(request), self.loaded
         has_pictures = bool(request.pictures) and self._may_see(*names)
-        if has_pictures and (
-            loaded is None or loaded.names != names or loaded.sight is None
-        ):
+        if has_pictures and (loaded is None or loaded.names != names or loaded.sight is None):
             logging.info(f"{names[0]} is loaded by mlx-vlm: a request has pictures.")
             try:
                 loaded = self._looked_at(*names, self._read_seeing)
@@ -273,11 +258,7 @@ class Models:
 
     def _may_see(self, name: str, adapter: str | None) -> bool:
         """True for a vision model that mlx-vlm may read, with these settings."""
-        may_see = (
-            adapter is None
-            and self.settings.kv_bits is None
-            and name not in self._blind
-        )
+        may_see = adapter is None and self.settings.kv_bits is None and name not in self._blind
         may_see = may_see and mx.distributed.init().size() == 1
         return may_see and has_mlx_vlm() and is_vision_model(name)
 
@@ -300,9 +281,7 @@ class Models:
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
         sampling = self._sampling_of(name)
-        return Loaded(
-            name, adapter, model, tokenizer, about, files, sampling, sight=sight
-        )
+        return Loaded(name, adapter, model, tokenizer, about, files, sampling, sight=sight)
 
     def _replace(self, loaded: Loaded) -> None:
         """Free the model that is loaded, and read this one's weights; raises what does not fit."""
@@ -336,9 +315,7 @@ class Models:
         return tokenizer
 
     def _load_tokenizer(self, name: str) -> Any:
-        return self._with_template(
-            load_tokenizer(path_of(name), self._tokenizer_config)
-        )
+        return self._with_template(load_tokenizer(path_of(name), self._tokenizer_config))
 
     def _read(self, name: str, adapter: str | None) -> Any:
         """Model, tokenizer, configuration, and the sight of a model that is shown pictures.
@@ -396,9 +373,7 @@ class Models:
         is_given = loaded.name == self.settings.model
         drafters = [drafter for _, drafter in self.defaults(loaded)]
         parts = [part for drafter in drafters for part in all_drafters(drafter)]
-        options = [
-            value for part in parts for value in getattr(part, "__dict__", {}).values()
-        ]
+        options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
         for kept in (*options, self.flags.remembered):
             if isinstance(kept, KeptFile):
                 if is_given:
@@ -411,10 +386,7 @@ class Models:
 
     def defaults(self, loaded: Loaded) -> list[tuple[str, Drafter | None]]:
         """The drafters of a request that names none, by their names."""
-        return [
-            (name, self._make(name, loaded))
-            for name in self._fitting(self._specs, loaded)
-        ]
+        return [(name, self._make(name, loaded)) for name in self._fitting(self._specs, loaded)]
 
     def _fitting(self, names: Iterable[str], loaded: Loaded) -> list[str]:
         """Names of drafters that draft for a model: no draft model sees what it sees."""
@@ -439,16 +411,10 @@ class Models:
         names, loaded = self.names_of(request), self.loaded
         return loaded.sight if loaded is not None and loaded.names == names else None
 
-    def drafter(
-        self, request: TextRequest, loaded: Loaded
-    ) -> tuple[Drafter | None, str]:
+    def drafter(self, request: TextRequest, loaded: Loaded) -> tuple[Drafter | None, str]:
         """Who drafts for a request, and its name; raises ValueError and MissingPackageError."""
         sees = loaded.sight is not None
-        if not sees and request.draft_model not in (
-            None,
-            DEFAULT_MODEL,
-            self.choice.model.name,
-        ):
+        if not sees and request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
             if request.drafters is not None:
                 raise RequestError("Give drafter or draft_model, not both.")
             if not can_be_looked_up(request.draft_model):
@@ -461,14 +427,10 @@ class Models:
         memory = self._memory_of(who) if who else None
         parts = [self._make(name, loaded, memory) for name in names]
         is_default = request.drafters is None
-        drafter = (
-            self.choice.combined(parts) if is_default else registry.first_of(parts)
-        )
+        drafter = self.choice.combined(parts) if is_default else registry.first_of(parts)
         return drafter, "+".join(names) or NO_DRAFTER
 
-    def _make(
-        self, name: str, loaded: Loaded, memory: Memory | None = None
-    ) -> Drafter | None:
+    def _make(self, name: str, loaded: Loaded, memory: Memory | None = None) -> Drafter | None:
         spec = self._specs.get(name, name)
         if name not in self._specs and name not in registry.drafter_names():
             known = ", ".join(registry.drafter_names())
@@ -608,16 +570,8 @@ def cached_names() -> Sequence[str]:
         repos = scan_cache_dir().repos
     except (CacheNotFound, ValueError):
         return []
-    heads = [
-        (repo.repo_id, repo.refs.get("main"))
-        for repo in repos
-        if repo.repo_type == "model"
-    ]
-    files = {
-        name: {file.file_path.name for file in head.files}
-        for name, head in heads
-        if head
-    }
+    heads = [(repo.repo_id, repo.refs.get("main")) for repo in repos if repo.repo_type == "model"]
+    files = {name: {file.file_path.name for file in head.files} for name, head in heads if head}
     return [name for name, found in files.items() if found >= MLX_FILES]
 
 

@@ -162,23 +162,15 @@ class Sight:
     def __init__(self, model: VisionModel, processor: Any, tokenizer: Any) -> None:
         """Raises ValueError for a model that cannot be shown a picture."""
         self.processor, self.config = processor, model.model.config
-        ids = (
-            getattr(self.config, name, None)
-            for name in ("image_token_id", "image_token_index")
-        )
+        ids = (getattr(self.config, name, None) for name in ("image_token_id", "image_token_index"))
         self.token: int = next((token for token in ids if token is not None), -1)
         if self.token < 0:
             raise ValueError("its configuration names no token for pictures")
         token = str(tokenizer.convert_ids_to_tokens(self.token))
         self.takes_text = _PROBE in _rendered(tokenizer, _PROBE)
         self.mark = _picture_in_template(tokenizer) or token
-        words = (
-            getattr(processor, name, None) for name in ("image_token", "boi_token")
-        )
-        self._words = {
-            token,
-            *(word for word in words if isinstance(word, str) and word),
-        }
+        words = (getattr(processor, name, None) for name in ("image_token", "boi_token"))
+        self._words = {token, *(word for word in words if isinstance(word, str) and word)}
         self._reading = Lock()  # processors are no friends of threads
         self._num_tokens: dict[str, int] = {}  # of pictures, by their digests
         self._check(model)
@@ -191,9 +183,7 @@ class Sight:
         try:
             seen = self.read(self.mark, [_PROBE], {_PROBE: file.getvalue()})
             embed(model, model.make_cache(), seen.inputs)
-        except (
-            Exception
-        ) as error:  # of many kinds, as where a conversion left out what sees
+        except Exception as error:  # of many kinds, as where a conversion left out what sees
             raise ValueError(f"mlx-vlm cannot show it a picture: {error}") from error
         if self.token not in seen.tokens:
             raise ValueError("no token of its prompts stands for a picture")
@@ -222,9 +212,7 @@ class Sight:
 
         return _replaced(text, place), digests
 
-    def read(
-        self, text: str, digests: list[str], pictures: dict[str, bytes]
-    ) -> SeenPrompt:
+    def read(self, text: str, digests: list[str], pictures: dict[str, bytes]) -> SeenPrompt:
         """The prompt of what `placed` returns; any thread may ask."""
         images = [image_of(pictures[digest]) for digest in digests]
         with self._reading:
@@ -235,9 +223,7 @@ class Sight:
         mx.eval([value for value in inputs.values() if isinstance(value, mx.array)])
         return SeenPrompt(tokens, keys, inputs)
 
-    def _keys(
-        self, tokens: list[int], digests: list[str], images: list[Any]
-    ) -> list[int]:
+    def _keys(self, tokens: list[int], digests: list[str], images: list[Any]) -> list[int]:
         """Keys [n] of a prompt's tokens; below zero, and so no token, where a picture is.
 
         If pictures are not encoded one by one, all of them decide each.
@@ -246,18 +232,14 @@ class Sight:
         if sum(counts) != tokens.count(self.token):
             digests = [sha256("".join(digests).encode()).hexdigest()]
             counts = [tokens.count(self.token)]
-        numbers = [
-            -1 - int(sha256(digest.encode()).hexdigest()[:15], 16) for digest in digests
-        ]
+        numbers = [-1 - int(sha256(digest.encode()).hexdigest()[:15], 16) for digest in digests]
         of_tokens = chain.from_iterable(map(repeat, numbers, counts))
         return [next(of_tokens) if token == self.token else token for token in tokens]
 
     def _count(self, digest: str, image: Any) -> int:
         """Tokens that stand for a picture that is alone in a prompt."""
         if digest not in self._num_tokens:
-            ids = encode(self.processor, self.mark, [image], self.config)["input_ids"][
-                0
-            ]
+            ids = encode(self.processor, self.mark, [image], self.config)["input_ids"][0]
             self._num_tokens[digest] = ids.tolist().count(self.token)
         return self._num_tokens[digest]
 

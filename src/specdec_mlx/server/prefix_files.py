@@ -115,9 +115,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
         header = msgspec.json.decode(loaded[1][f"0.{HEADER}"], type=cls)
         ascending = (0, *(header.points or ()), len(header.tokens) + 1)
         if any(a >= b for a, b in pairwise(ascending)):
-            raise ValueError(
-                f"its states are at {header.points} of {len(header.tokens)} tokens"
-            )
+            raise ValueError(f"its states are at {header.points} of {len(header.tokens)} tokens")
         return header
 
 
@@ -175,22 +173,15 @@ class PrefixFiles:
         """Write the caches of a text, in the place of those of a part of it."""
         tokens, points = prefix.tokens, sorted(prefix.at)
         flat = [*prefix.caches, *chain.from_iterable(prefix.at[p] for p in points)]
-        if not all(
-            hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)
-        ):
+        if not all(hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)):
             return  # of a class that mlx-lm does not read
         header = Header(
-            self.key,
-            tokens,
-            points if stateful(prefix.caches) else None,
-            len(prefix.caches),
+            self.key, tokens, points if stateful(prefix.caches) else None, len(prefix.caches)
         )
         part = self.folder / f"{PART}{os.getpid()}.safetensors"
         try:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-            save_prompt_cache(
-                str(part), flat, {HEADER: msgspec.json.encode(header).decode()}
-            )
+            save_prompt_cache(str(part), flat, {HEADER: msgspec.json.encode(header).decode()})
             path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
             replaced = [self._trie.add(self.key, tokens, (path, header))]
             replaced += [old for _, old in self._trie.pop_prefixes(self.key, tokens)]

@@ -91,12 +91,7 @@ class Prefixes:
         return nearest
 
     def insert_cache(
-        self,
-        place: Hashable,
-        tokens: list[int],
-        caches: list[Any],
-        *,
-        has_ended: bool = True,
+        self, place: Hashable, tokens: list[int], caches: list[Any], *, has_ended: bool = True
     ) -> None:
         """Keep the caches that hold `tokens`, in the place of those that hold a part of them.
 
@@ -126,24 +121,18 @@ class Prefixes:
         """Add an entry, in the place of those that it can be shortened to."""
         replaced = [self._trie.add(entry.place, entry.tokens, entry)]
         if not stateful(entry.caches):
-            replaced += [
-                old for _, old in self._trie.pop_prefixes(entry.place, entry.tokens)
-            ]
+            replaced += [old for _, old in self._trie.pop_prefixes(entry.place, entry.tokens)]
         self.entries = [old for old in self.entries if old not in replaced]
         self.entries.append(entry)
         self.trim_to(self.most_bytes)
 
     def trim_to(self, most_bytes: int) -> None:
         """Forget the least recently used entries that are too many, or too large."""
-        while self.entries and (
-            len(self.entries) > self.most_entries or self.nbytes > most_bytes
-        ):
+        while self.entries and (len(self.entries) > self.most_entries or self.nbytes > most_bytes):
             self._pop(self.entries[0])
 
 
-def prefixes_for(
-    settings: ServerSettings, loaded: Callable[[], Loaded | None]
-) -> Prefixes:
+def prefixes_for(settings: ServerSettings, loaded: Callable[[], Loaded | None]) -> Prefixes:
     """The prefixes of a server; in files those of the model that is loaded, whole on this rank."""
     has_files = settings.prompt_cache and mx.distributed.init().size() == 1
 
@@ -165,9 +154,7 @@ def prefixes_for(
     has_draft_caches = settings.flags.choice.model.name is not None
     most_entries = settings.prompt_cache_size * (2 if has_draft_caches else 1)
     most_bytes = settings.prompt_cache_bytes
-    return Prefixes(
-        most_entries, UNBOUNDED if most_bytes is None else most_bytes, files_of
-    )
+    return Prefixes(most_entries, UNBOUNDED if most_bytes is None else most_bytes, files_of)
 
 
 def digest(loaded: Loaded, settings: ServerSettings) -> str:

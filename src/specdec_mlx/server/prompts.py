@@ -59,9 +59,7 @@ class ReadPrompt:
 READING = Lock()
 """Held while a tokenizer reads: tokenizers are no friends of threads."""
 
-longest_token = PerModel(
-    lambda tokenizer: max(map(len, tokenizer.get_vocab()), default=1)
-)
+longest_token = PerModel(lambda tokenizer: max(map(len, tokenizer.get_vocab()), default=1))
 """Characters of a tokenizer's longest token."""
 
 
@@ -119,13 +117,9 @@ def read_prompt(
     finds_ends: for caches that go back to some positions only. sight: of a model that has it.
     """
     try:
-        messages = [
-            as_template_takes_it(each, tokenizer) for each in request.messages or ()
-        ]
+        messages = [as_template_takes_it(each, tokenizer) for each in request.messages or ()]
         if request.messages is not None and tokenizer.has_chat_template:
-            prompt = _of_chat(
-                request, messages, tokenizer, settings, most, finds_ends, sight
-            )
+            prompt = _of_chat(request, messages, tokenizer, settings, most, finds_ends, sight)
         elif request.messages is not None:
             text = _without_template(request, messages)
             prompt = _read(text, request, tokenizer, most, sight, with_special)
@@ -174,14 +168,10 @@ def _of_chat(
             alone = encoded(tokenizer, begin)
             ends.append(len([*takewhile(bool, map(eq, alone, tokens))]))
         if tokenizer.has_thinking and not request.continues:
-            ends.append(
-                tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL)
-            )
+            ends.append(tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL))
         ends = sorted(end for end in {*ends, len(tokens)} if end > 0)
     in_thought = _in_thought(text, request, tokenizer)
-    may_think = request.continues or bool(
-        names.get("enable_thinking") or names.get("thinking")
-    )
+    may_think = request.continues or bool(names.get("enable_thinking") or names.get("thinking"))
     prompt = replace(prompt, ends=ends)
     if has_grammar(request) and not (may_think and tokenizer.has_thinking):
         return prompt
@@ -233,9 +223,7 @@ def thought_of(request: TextRequest, tokenizer: Any, is_open: bool) -> Thought:
     return Thought(
         closes=tokenizer.think_end_tokens,
         opens=() if is_open else tokenizer.think_start_tokens,
-        calls=tokenizer.tool_call_start_tokens
-        if reads_calls(request, tokenizer)
-        else (),
+        calls=tokenizer.tool_call_start_tokens if reads_calls(request, tokenizer) else (),
         ends=tuple(tokenizer.eos_token_ids),
     )
 

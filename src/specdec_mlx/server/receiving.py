@@ -13,9 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec_mlx.server.requests import BodyError
 
 MOST_BYTES = 2**25  # of a body: as many as Anthropic takes
-PATIENCE = (
-    30.0  # seconds that a body may take, and one second more for each `SLOWEST` bytes
-)
+PATIENCE = 30.0  # seconds that a body may take, and one second more for each `SLOWEST` bytes
 SLOWEST = 2**14
 # After an early reply the rest of the body is thrown away for so many seconds before the
 # connection is closed, because a client that sends before it reads would lose the reply. So many

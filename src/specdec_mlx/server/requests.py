@@ -65,9 +65,7 @@ class ServerEndingError(UnavailableError):
     """A request is ended because the server is."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "The server is ending. Send the request again when it is back."
-        )
+        super().__init__("The server is ending. Send the request again when it is back.")
 
 
 @dataclass(kw_only=True)
@@ -269,11 +267,7 @@ class Asked:
     was offered, by its name, where a protocol has several ways."""
 
     def __init__(
-        self,
-        requests: list[TextRequest],
-        body: Object,
-        prefix: str,
-        tools: Object | None = None,
+        self, requests: list[TextRequest], body: Object, prefix: str, tools: Object | None = None
     ) -> None:
         """prefix: what the reply's id begins with."""
         self.requests, self.body, self.tools = requests, body, tools or {}

@@ -25,9 +25,7 @@ from specdec_mlx.server.under_way import AskedText
 class BatchRows:
     """The texts of one batch, by the uids of its schedule."""
 
-    def __init__(
-        self, loaded: Loaded, settings: ServerSettings, prefixes: Prefixes
-    ) -> None:
+    def __init__(self, loaded: Loaded, settings: ServerSettings, prefixes: Prefixes) -> None:
         self.loaded, self.settings, self.prefixes = loaded, settings, prefixes
         self._insert_cache = partial(prefixes.insert_cache, loaded.place)
         self.texts: dict[int, AskedText] = {}
@@ -36,9 +34,7 @@ class BatchRows:
             options=Options(
                 prefill_step_size=settings.prefill_step_size, tokenizer=loaded.tokenizer
             ),
-            schedule=Schedule(
-                max(settings.decode_concurrency, settings.prompt_concurrency)
-            ),
+            schedule=Schedule(max(settings.decode_concurrency, settings.prompt_concurrency)),
             stop_tokens=frozenset(loaded.tokenizer.eos_token_ids),
             returns_caches=True,
             completes_caches=False,

@@ -65,8 +65,7 @@ class Totals:
         if stats is None:
             return
         self.counts.update(
-            drafted=stats.drafted,
-            drafts=sum(drafted > 0 for drafted, _ in stats.rounds),
+            drafted=stats.drafted, drafts=sum(drafted > 0 for drafted, _ in stats.rounds)
         )
         self.at.update(dict(enumerate(stats.accepted_at)))
         last = stats.rounds[-1][1] if stats.rounds else 0

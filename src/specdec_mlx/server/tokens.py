@@ -22,19 +22,13 @@ def tokenize(engine: Engine, body: Object) -> Object:
     """
     request, tokenizer, most = asked_for(engine, body)
     bound = most or LONGEST_TEXT
-    is_bare = body.get("add_special_tokens") is False and isinstance(
-        request.prompt, str
-    )
+    is_bare = body.get("add_special_tokens") is False and isinstance(request.prompt, str)
     if is_bare and request.messages is None:
         check_length(str(request.prompt), tokenizer, bound)
         tokens = encoded(tokenizer, str(request.prompt))
     else:
         tokens = read_prompt(
-            request,
-            tokenizer,
-            engine.settings,
-            most=bound,
-            sight=engine.models.sight_for(request),
+            request, tokenizer, engine.settings, most=bound, sight=engine.models.sight_for(request)
         ).tokens
     return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
 

@@ -29,12 +29,7 @@ from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import (
-    ReadPrompt,
-    check_length,
-    encoded,
-    read_prompt,
-)
+from specdec_mlx.server.prompts import ReadPrompt, check_length, encoded, read_prompt
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -138,12 +133,7 @@ def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> P
     """
     tokenizer, most = loaded.tokenizer, loaded.longest_text
     prompt = read_prompt(
-        request,
-        tokenizer,
-        settings,
-        most=most,
-        finds_ends=loaded.is_stateful,
-        sight=loaded.sight,
+        request, tokenizer, settings, most=most, finds_ends=loaded.is_stateful, sight=loaded.sight
     )
     check_length(request.prediction, tokenizer, most, "prediction")
     prediction = encoded(tokenizer, request.prediction)
@@ -182,16 +172,12 @@ class AskedText:
             raise RequestError(words, "context_length_exceeded", num_tokens, most)
         wanted = given(request.max_tokens, settings.max_tokens)
         self.max_tokens = min(given(wanted, room), room)
-        self.num_draft_tokens = given(
-            request.num_draft_tokens, self.flags.num_draft_tokens
-        )
+        self.num_draft_tokens = given(request.num_draft_tokens, self.flags.num_draft_tokens)
         self.rule = given(request.rule, self.flags.rule)
         self.sampling = sampling_for(
             Sampling(**{**loaded.sampling, **request.sampling}), tokenizer, vocab_size
         )
-        self.processors: list[LogitsProcessor] = make_logits_processors(
-            **request.penalties
-        )
+        self.processors: list[LogitsProcessor] = make_logits_processors(**request.penalties)
         check_bias(request.penalties.get("logit_bias"), vocab_size)
         self.drafter, self.drafter_name = models.drafter(request, loaded)
         if self.drafter is not None:
@@ -208,9 +194,7 @@ class AskedText:
             self.processors.append(guarded)
             if self.drafter is not None:
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
-        self.state = TextState(
-            tokenizer, request, tokens, self.prompt.in_thought, thought
-        )
+        self.state = TextState(tokenizer, request, tokens, self.prompt.in_thought, thought)
 
     @property
     def request(self) -> TextRequest:
@@ -231,9 +215,7 @@ class AskedText:
     def may_end_early(self) -> bool:
         """True if it may end at another token than the end token."""
         return (
-            bool(self.request.stop)
-            or not self.request.parallel_calls
-            or has_grammar(self.request)
+            bool(self.request.stop) or not self.request.parallel_calls or has_grammar(self.request)
         )
 
     def embeddings(self, caches: list[Any]) -> mx.array | None:
@@ -244,11 +226,7 @@ class AskedText:
         if self.loaded.sight is None:
             return None
         seen = self.prompt.seen
-        inputs = (
-            {"input_ids": mx.array([self.prompt.tokens])}
-            if seen is None
-            else seen.inputs
-        )
+        inputs = {"input_ids": mx.array([self.prompt.tokens])} if seen is None else seen.inputs
         return embed(self.loaded.model, caches, inputs)
 
     def begin(self, prefixes: Prefixes) -> tuple[list[Any] | None, int]:

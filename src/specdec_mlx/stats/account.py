@@ -44,9 +44,7 @@ class Rows(ABC):
             from pandas import DataFrame
         except ImportError as error:
             what = "to_pandas() needs pandas, which is not installed. Use: pip install pandas, or "
-            raise MissingPackageError(
-                f"{what}to_csv(path), which needs nothing."
-            ) from error
+            raise MissingPackageError(f"{what}to_csv(path), which needs nothing.") from error
         rows = self.rows()
         return DataFrame(list(rows), columns=columns(rows))
 
@@ -129,9 +127,7 @@ class SpeculationStats(Rows):
     @property
     def accepted_at(self) -> list[int]:
         """[i] rounds that accepted position i, as long as `drafted_at`."""
-        return _num_above(
-            [accepted for _, accepted in self.rounds], len(self.drafted_at)
-        )
+        return _num_above([accepted for _, accepted in self.rounds], len(self.drafted_at))
 
     @property
     def emitted(self) -> int:
@@ -167,13 +163,8 @@ class SpeculationStats(Rows):
     @property
     def expected_speedup(self) -> float | None:
         """Speedup if draft tokens were accepted with chance α, independently of each other."""
-        alpha, lengths = (
-            self.acceptance_rate,
-            Counter(drafted for drafted, _ in self.rounds[1:]),
-        )
-        tokens = (
-            expected_tokens(alpha, drafted) * num for drafted, num in lengths.items()
-        )
+        alpha, lengths = (self.acceptance_rate, Counter(drafted for drafted, _ in self.rounds[1:]))
+        tokens = (expected_tokens(alpha, drafted) * num for drafted, num in lengths.items())
         return self._speedup(sum(tokens))
 
     def _speedup(self, tokens: float) -> float | None:
@@ -184,12 +175,7 @@ class SpeculationStats(Rows):
     def rows(self) -> list[Row]:
         """A row for each round; only the last is cut."""
         rows: list[Row] = [
-            {
-                "round": i,
-                "drafted": drafted,
-                "accepted": accepted,
-                "emitted": accepted + 1,
-            }
+            {"round": i, "drafted": drafted, "accepted": accepted, "emitted": accepted + 1}
             for i, (drafted, accepted) in enumerate(self.rounds)
         ]
         if rows:
@@ -198,26 +184,12 @@ class SpeculationStats(Rows):
 
     def as_dict(self) -> dict[str, Any]:
         """All counts and rates, ready for JSON."""
-        names = [
-            "emitted",
-            "accept_histogram",
-            "acceptance_by_position",
-            "tokens_per_pass",
-        ]
-        names += [
-            "acceptance_rate",
-            "accepted_share",
-            "observed_speedup",
-            "expected_speedup",
-        ]
-        numbers = {
-            name: x for name, x in vars(self).items() if isinstance(x, int | float)
-        }
+        names = ["emitted", "accept_histogram", "acceptance_by_position", "tokens_per_pass"]
+        names += ["acceptance_rate", "accepted_share", "observed_speedup", "expected_speedup"]
+        numbers = {name: x for name, x in vars(self).items() if isinstance(x, int | float)}
         return {
             **numbers,
-            "by_drafter": {
-                key: list(counts) for key, counts in self.by_drafter.items()
-            },
+            "by_drafter": {key: list(counts) for key, counts in self.by_drafter.items()},
             **{name: getattr(self, name) for name in names},
         }
 
@@ -225,13 +197,8 @@ class SpeculationStats(Rows):
         """Two readable lines, and a third for several drafters or no draft."""
         share = f" ({self.accepted_share:.0%})" if self.drafted else ""
         counts = self.by_drafter.items()
-        shares = [
-            f"{kind_of(key)} {accepted} of {drafted}"
-            for key, (drafted, accepted) in counts
-        ]
-        by_drafter = (
-            "\naccepted of drafted: " + ", ".join(shares) if len(shares) > 1 else ""
-        )
+        shares = [f"{kind_of(key)} {accepted} of {drafted}" for key, (drafted, accepted) in counts]
+        by_drafter = "\naccepted of drafted: " + ", ".join(shares) if len(shares) > 1 else ""
         if self.why_none and not self.drafted:
             by_drafter = f"\nnothing drafted: {self.why_none}"
         if self.num_unnamed:

@@ -14,9 +14,7 @@ Cost = Callable[[int], float]
 
 def expected_tokens(acceptance: float, draft_length: int) -> float:
     r"""Expected tokens a round, $(1 - \alpha^{K+1}) / (1 - \alpha)$ (equation 1)."""
-    _check(
-        0 <= acceptance <= 1, f"acceptance={acceptance}: expected a chance in [0, 1]."
-    )
+    _check(0 <= acceptance <= 1, f"acceptance={acceptance}: expected a chance in [0, 1].")
     _check(draft_length >= 0, f"draft_length={draft_length}: expected an int >= 0.")
     return float(sum(acceptance**i for i in range(draft_length + 1)))
 
@@ -45,9 +43,7 @@ def expected_speedup(
     return expected_tokens(acceptance, draft_length) * cost(1) / round_cost
 
 
-def expected_operations(
-    acceptance: float, draft_length: int, draft_share: float = 0.0
-) -> float:
+def expected_operations(acceptance: float, draft_length: int, draft_share: float = 0.0) -> float:
     """Expected factor of operations (theorem 3.11); draft_share: ĉ, a draft token's."""
     _check(draft_share >= 0, f"draft_share={draft_share}: expected a number >= 0.")
     operations = draft_length * draft_share + draft_length + 1
@@ -58,9 +54,7 @@ def best_draft_length(
     acceptance: float, draft_cost: float = 0.0, cost: Cost = flat, longest: int = 64
 ) -> int:
     """The shortest K from 0 to `longest` of the greatest expected speedup (section 3.5)."""
-    speedups = [
-        expected_speedup(acceptance, K, draft_cost, cost) for K in range(longest + 1)
-    ]
+    speedups = [expected_speedup(acceptance, K, draft_cost, cost) for K in range(longest + 1)]
     return speedups.index(max(speedups))
 
 

@@ -38,9 +38,7 @@ class TreeLayout:
     sees: mx.array
 
     @classmethod
-    def after(
-        cls, num_pending: int, parents: Sequence[int], num_fed: int = 0
-    ) -> TreeLayout:
+    def after(cls, num_pending: int, parents: Sequence[int], num_fed: int = 0) -> TreeLayout:
         """Rows of `num_pending` tokens and of a tree, parents [K], after the last; E = num_fed."""
         of_rows = [*chain(num_pending), *(parent + num_pending for parent in parents)]
         sees = [[False] * len(of_rows) for _ in of_rows[num_fed:]]
@@ -110,9 +108,7 @@ def view_class(kind: type) -> type:
         num_past = self.offset if size is None else min(self.offset, size - 1)
         return self.rows.mask(self.offset, num_past, options.get("window_size") or size)  # type: ignore[no-any-return]
 
-    return type(
-        kind.__name__, (kind,), {"__slots__": ("rows",), "make_mask": make_mask}
-    )
+    return type(kind.__name__, (kind,), {"__slots__": ("rows",), "make_mask": make_mask})
 
 
 VIEWS = {kind: view_class(kind) for kind in READABLE}
@@ -170,9 +166,7 @@ def chooses_blocks(model: nn.Module) -> bool:
 
     Siblings shift a block's rows, which shows only in long texts, so it is read off the modules.
     """
-    return any(
-        getattr(m, "index_block_size", None) is not None for m in model.modules()
-    )
+    return any(getattr(m, "index_block_size", None) is not None for m in model.modules())
 
 
 @PerModel
@@ -191,11 +185,7 @@ def patch_ropes(model: nn.Module) -> None:
 
 
 def tree_pass(
-    model: nn.Module,
-    tokens: mx.array,
-    caches: Sequence[Any],
-    rows: TreeLayout,
-    **inputs: Any,
+    model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeLayout, **inputs: Any
 ) -> mx.array:
     """Logits [S, V] of a pass over a tree of tokens [S], lazy."""
     patch_ropes(model)
@@ -234,11 +224,7 @@ def _with_rows(kind: type) -> type:
         turned = kind.__call__(self, as_batch, offset=places, **more)
         return turned.reshape(heads.shape).swapaxes(1, 2).reshape(x.shape)
 
-    attributes = {
-        "__call__": call,
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-    }
+    attributes = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), attributes)
 
 
@@ -246,14 +232,10 @@ def _with_rows(kind: type) -> type:
 def _with_scale(kind: type) -> type:
     """An attention's class, with the scale of its depth for every row of a tree."""
 
-    def call(
-        self: Any, x: mx.array, scale: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def call(self: Any, x: mx.array, scale: Any = None, *args: Any, **kwargs: Any) -> Any:
         rows = _pass_over.get()
         if rows is not None and scale is not None:
             scale = scale[..., rows.offsets, :]
         return kind.__call__(self, x, scale, *args, **kwargs)
 
-    return type(
-        kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__}
-    )
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

@@ -104,9 +104,7 @@ def post_order(node: int, children: Sequence[Sequence[int]]) -> Iterator[int]:
 class TreeRule(Protocol):
     """Pure decision about a tree; see `AcceptanceRule`."""
 
-    def decide_tree(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> TreeVerdict:
+    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
         """The path that is kept of a tree, at least one token, and what follows."""
         ...
 
@@ -115,9 +113,7 @@ class TreeRule(Protocol):
 class OwnTokens:
     """Match: draw the target's own token at the row, go on to the child that carries it."""
 
-    def decide_tree(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> TreeVerdict:
+    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
         """Compare with the target's own draws."""
         parents = draft.tree
         own = target.tokens[mx.array([parent + 1 for parent in parents])]
@@ -135,20 +131,14 @@ class TreeCoinRule(ABC):
 
     @abstractmethod
     def judge(
-        self,
-        target_probs: Rows,
-        draft_tokens: Ids,
-        draft_probs: Drawn,
-        parents: Sequence[int],
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
     ) -> tuple[Chances, Rows]:
         """Chance of each token's heads [K], and the distribution after each row [K+1, V].
 
         draft_probs: [K, V], of each given its earlier siblings. parents: [K], see `Draft.parents`.
         """
 
-    def decide_tree(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> TreeVerdict:
+    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
         """Toss the coins and draw what follows; one noise serves all rows, as coins choose one."""
         if target.greedy:
             return OwnTokens().decide_tree(target, draft, randomness)
@@ -182,11 +172,7 @@ class MultiRound(TreeCoinRule):
     kept = staticmethod(walk)
 
     def judge(
-        self,
-        target_probs: Rows,
-        draft_tokens: Ids,
-        draft_probs: Drawn,
-        parents: Sequence[int],
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
     ) -> tuple[Chances, Rows]:
         """One position at a time, by `at_node`."""
         xp = namespace_of(target_probs)
@@ -201,15 +187,10 @@ class MultiRound(TreeCoinRule):
             else:  # as in Rejection, nothing is excluded after the last token
                 left = residual(p, xp.zeros_like(p))
             after.append(left)
-        return xp.stack([chances[node] for node in range(len(parents))]), xp.stack(
-            after
-        )
+        return xp.stack([chances[node] for node in range(len(parents))]), xp.stack(after)
 
     def at_node(
-        self,
-        target_probs: Law,
-        tokens: Integer[Array, " c"],
-        draft_probs: Float[Array, "c vocab"],
+        self, target_probs: Law, tokens: Integer[Array, " c"], draft_probs: Float[Array, "c vocab"]
     ) -> tuple[Float[Array, " c"], Law]:
         """Chances of C siblings if none before was kept, and what is left after all."""
         left = remaining_laws(target_probs, draft_probs)
@@ -230,11 +211,7 @@ class Traversal(TreeCoinRule):
     kept = staticmethod(climb)
 
     def judge(
-        self,
-        target_probs: Rows,
-        draft_tokens: Ids,
-        draft_probs: Drawn,
-        parents: Sequence[int],
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
     ) -> tuple[Chances, Rows]:
         """Each coin given that all before it, in post-order, showed tails."""
         xp = namespace_of(target_probs)
@@ -245,9 +222,7 @@ class Traversal(TreeCoinRule):
         def settle(row: int) -> None:
             for child in children[row]:
                 q, token = draft_probs[child], draft_tokens[child]
-                weights[child + 1] = xp.minimum(
-                    weights[row] * ratio(left[row][token], q[token]), 1
-                )
+                weights[child + 1] = xp.minimum(weights[row] * ratio(left[row][token], q[token]), 1)
                 settle(child + 1)
                 exclude(row, q)
             # as in Block, nothing is excluded after the last token
@@ -259,9 +234,7 @@ class Traversal(TreeCoinRule):
             left[row] = residual(left[row], q, weights[row])
             total = mass + (1 - weights[row])
             at_end = xp.where(xp.isnan(mass), weights[row], 1)  # as in Block
-            weights[row] = xp.where(
-                total > 0, mass / xp.where(total > 0, total, 1), at_end
-            )
+            weights[row] = xp.where(total > 0, mass / xp.where(total > 0, total, 1), at_end)
 
         settle(0)
         return xp.stack(weights[1:]), xp.stack(left)
@@ -271,9 +244,7 @@ class Traversal(TreeCoinRule):
 class AutoTree:
     """The target's own tokens, and traversal for drafts drawn at random."""
 
-    def decide_tree(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> TreeVerdict:
+    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
         """Pass on to the rule that suits the draft."""
         is_drawn = draft.logprobs is not None and target.has_distribution
         rule: TreeRule = Traversal() if is_drawn else OwnTokens()

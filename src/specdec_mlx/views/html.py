@@ -52,17 +52,13 @@ class Look(NamedTuple):
 
 LOOKS: dict[Origin, Look] = {
     "draft": Look("mark", SKY, "accepted draft", "proposed, and kept by the target"),
-    "correction": Look(
-        "b", VERMILLION, "correction", "the target's own, after a rejected draft"
-    ),
+    "correction": Look("b", VERMILLION, "correction", "the target's own, after a rejected draft"),
     "bonus": Look("i", GREEN, "bonus", "the target's own, after a draft kept whole"),
     "plain": Look("span", "", "plain", "no draft was there"),
 }
 
 
-def text_html(
-    pieces: Sequence[Piece], stats: SpeculationStats, drafter: str = ""
-) -> str:
+def text_html(pieces: Sequence[Piece], stats: SpeculationStats, drafter: str = "") -> str:
     """A text with each token coloured by its origin, and a legend; the drafter shows on hover."""
     tokens = "".join(_token(piece, drafter) for piece in pieces)
     counts = Counter(piece.origin for piece in pieces)
@@ -90,15 +86,8 @@ def stats_html(stats: SpeculationStats) -> str:
     if stats.drafted:
         rows.append(("by position", _bars(stats)))
         rows.append(("rounds by tokens accepted", _histogram(stats.rounds)))
-    names = {
-        "drafting": "draft",
-        "verifying": "verify",
-        "prefill": "prefill",
-        "elsewhere": "other",
-    }
-    seconds = (
-        f"{name} {getattr(stats, f'{x}_seconds'):.2f}" for name, x in names.items()
-    )
+    names = {"drafting": "draft", "verifying": "verify", "prefill": "prefill", "elsewhere": "other"}
+    seconds = (f"{name} {getattr(stats, f'{x}_seconds'):.2f}" for name, x in names.items())
     rows.append(("seconds", ", ".join(seconds)))
     name_style = f"{CELL};text-align:left;font-weight:normal;vertical-align:top"
     return table(
@@ -146,9 +135,7 @@ def acceptance_in_ranges(stats: SpeculationStats) -> dict[range, tuple[int, int]
     counts = list(zip(stats.accepted_at, stats.drafted_at, strict=True))
     found = {}
     for places in position_ranges(len(counts)):
-        accepted, drafted = zip(
-            *counts[places.start - 1 : places.stop - 1], strict=True
-        )
+        accepted, drafted = zip(*counts[places.start - 1 : places.stop - 1], strict=True)
         found[places] = sum(accepted), sum(drafted)
     return found
 

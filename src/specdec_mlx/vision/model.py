@@ -70,10 +70,7 @@ class VisionModel(nn.Module):  # type: ignore[misc]
         return mlx_vlm().models.cache.make_prompt_cache(self.language_model)
 
     def __call__(
-        self,
-        inputs: mx.array,
-        cache: list[Any],
-        input_embeddings: mx.array | None = None,
+        self, inputs: mx.array, cache: list[Any], input_embeddings: mx.array | None = None
     ) -> Any:
         """Logits [1, S, V] of tokens [1, S], or of the prompt's embeddings [1, S, D] for them."""
         model, is_new = self.language_model, holds_nothing(cache)

@@ -100,8 +100,7 @@ def embed(model: VisionModel, caches: list[Any], inputs: dict[str, Any]) -> mx.a
     """
     reading = dict(inputs)
     tokens, pixels, mask = (
-        reading.pop(name, None)
-        for name in ("input_ids", "pixel_values", "attention_mask")
+        reading.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask")
     )
     positions = model.positions_of(caches, may_be_read=True)
     with model.keeping(positions):

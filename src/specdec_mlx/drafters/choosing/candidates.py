@@ -48,9 +48,7 @@ def known_repositories(model: str, small: bool = False) -> dict[str, str]:
     """
     name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     found = {}
-    for beginning, *repositories in map(
-        str.split, KNOWN.read_text("utf-8").splitlines()
-    ):
+    for beginning, *repositories in map(str.split, KNOWN.read_text("utf-8").splitlines()):
         rest = name.removeprefix(beginning)
         is_another = rest[:1].isalnum() or (rest[:1] == "." and beginning != "llama-3")
         if rest == name or is_another:
@@ -76,9 +74,7 @@ class FoundModel(NamedTuple):
     lines: list[str]
 
 
-def choose_for(
-    model: str, *, fetch: bool = False, where: Path | None = None
-) -> FoundModel:
+def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) -> FoundModel:
     """What `--draft-model auto` takes for a model that is here: a head for it, or a small model.
 
     Looked for in the model's folder, beside it and in the Hugging Face cache, or in `where`; with
@@ -88,11 +84,7 @@ def choose_for(
     """
     folder = locate(model)
     cached = [part for part in folder.parts if part.startswith("models--")]
-    name = (
-        cached[-1].removeprefix("models--").replace("--", "/")
-        if cached
-        else folder.name
-    )
+    name = cached[-1].removeprefix("models--").replace("--", "/") if cached else folder.name
     known = [one for one, note in known_repositories(name).items() if not note]
     target = config_of(folder)
     places = [*(() if cached else models_in(folder.parent)), *models_in(where)]
@@ -115,14 +107,8 @@ def choose_for(
         found = known[0]
         lines.insert(0, f"{found} drafts: fetched, as known for {name}.")
     if found is None:
-        ways = (
-            f" Known: {', '.join(known)}; auto:fetch=true fetches the first."
-            if known
-            else ""
-        )
-        lines.insert(
-            0, f"Nothing here drafts for {name} but look-up in the text.{ways}"
-        )
+        ways = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
+        lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{ways}")
     return FoundModel(found, lines)
 
 
@@ -146,14 +132,10 @@ def _small_model(model: str, where: Path | None, lines: list[str]) -> str | None
     found = None
     for one in find_candidates(model, where):
         pays = one.cost and best_draft_length(ACCEPTANCES[0], one.cost) > 0
-        refusal = (
-            one.refusal or one.note.strip(", ") or ("" if pays else "too large to pay")
-        )
+        refusal = one.refusal or one.note.strip(", ") or ("" if pays else "too large to pay")
         if found is None and not refusal:
             found = str(one.folder)
-            lines.insert(
-                0, f"{one.name} drafts: a small model with the same tokenizer."
-            )
+            lines.insert(0, f"{one.name} drafts: a small model with the same tokenizer.")
         else:
             lines.append(f"{one.name} is left out: {refusal or 'one model is enough'}.")
     return found
@@ -212,11 +194,7 @@ class Candidate(NamedTuple):
         for acceptance in ACCEPTANCES:
             length = best_draft_length(acceptance, self.cost)
             speedup = expected_speedup(acceptance, length, self.cost)
-            gain = (
-                f"{speedup:.2f} times as fast with K = {length}"
-                if length
-                else "does not pay"
-            )
+            gain = f"{speedup:.2f} times as fast with K = {length}" if length else "does not pay"
             parts.append(f"{acceptance:.0%} accepted: {gain}")
         return "; ".join(parts)
 
@@ -240,9 +218,7 @@ def locate(model: str) -> Path:
     """The folder of a model that is here; raises ModelFolderError for one that is not."""
     folder = Path(model).expanduser()
     if not folder.exists():
-        config = (
-            None if is_path(model) else try_to_load_from_cache(model, "config.json")
-        )
+        config = None if is_path(model) else try_to_load_from_cache(model, "config.json")
         if not isinstance(config, str):
             raise ModelFolderError(
                 f"{model} is no folder here and not in the Hugging Face cache. Fetch it first: "
@@ -256,13 +232,9 @@ def locate(model: str) -> Path:
 def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
     """Name and folder of each model in the Hugging Face cache, or in a folder."""
     if where is not None and not where.is_dir():
-        raise ModelFolderError(
-            f"There is no folder {where}. Give one that holds model folders."
-        )
+        raise ModelFolderError(f"There is no folder {where}. Give one that holds model folders.")
     if where is not None and not any(where.glob("models--*")):
-        for config in sorted(
-            [*where.glob("config.json"), *where.glob("*/config.json")]
-        ):
+        for config in sorted([*where.glob("config.json"), *where.glob("*/config.json")]):
             yield config.parent.name, config.parent
         return
     try:
@@ -280,18 +252,13 @@ def weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
 
 
-def _candidate(
-    name: str, folder: Path, target_size: int, target_tokenizer: Any
-) -> Candidate:
+def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any) -> Candidate:
     size, refusal = 0, None
     try:
         check_folder(folder)
         size = weight_bytes(folder)
         kind = json.loads(read_text(folder / "config.json"))["model_type"]
-        if (
-            importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
-            is None
-        ):
+        if importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
             refusal = f"mlx-lm knows no model type {kind}"
         elif size >= target_size:
             refusal = "not smaller"

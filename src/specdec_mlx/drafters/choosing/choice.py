@@ -163,20 +163,14 @@ class DrafterChoice:
         if not takes_model(name):
             takes_it = memory is not None and takes(name, "memory")
             return make_drafter(one, memory=memory) if takes_it else make_drafter(one)
-        return (
-            self.learner(target, one) if self.learner else self.model.make(one, target)
-        )
+        return self.learner(target, one) if self.learner else self.model.make(one, target)
 
     def each(self) -> dict[str, DrafterChoice]:
         """The choice of each named drafter alone, as benchmarks compare them, around one model."""
         # where a name stands for it
         others = NamedModel() if self.names_model else self.model
         return {
-            spec: replace(
-                self,
-                drafters=(spec,),
-                model=self.model if is_of_model(spec) else others,
-            )
+            spec: replace(self, drafters=(spec,), model=self.model if is_of_model(spec) else others)
             for spec in self.drafters
             if isinstance(spec, str)
         }
@@ -188,10 +182,7 @@ def is_of_model(one: Named) -> bool:
 
 
 def resolve(
-    drafter: Any,
-    draft_model: Any = None,
-    target: nn.Module | None = None,
-    tokenizer: Any = None,
+    drafter: Any, draft_model: Any = None, target: nn.Module | None = None, tokenizer: Any = None
 ) -> Drafter | None:
     """The drafter that Python's two arguments name; None for plain decoding.
 
@@ -218,12 +209,8 @@ def found_for(model: str | None, given: Any, say: Callable[[str], object]) -> An
     from specdec_mlx.drafters.choosing.candidates import choose_for
 
     if not model:
-        raise ValueError(
-            f"Draft model {AUTO!r}: what it is for has no name. Name a draft model."
-        )
-    choice = make_with(
-        "draft model", AUTO, partial(choose_for, model), split_spec(given)[1]
-    )
+        raise ValueError(f"Draft model {AUTO!r}: what it is for has no name. Name a draft model.")
+    choice = make_with("draft model", AUTO, partial(choose_for, model), split_spec(given)[1])
     for line in choice.lines:
         say(f"specdec_mlx: {line}")
     return choice.found
@@ -238,14 +225,10 @@ def named_model(arguments: argparse.Namespace) -> NamedModel:
     arguments.draft_model = found_for(target, arguments.draft_model, say)
     model = NamedModel(arguments.draft_model, arguments.draft_layers)
     if model.flags and not arguments.draft_model:
-        raise DraftModelError(
-            f"{', '.join(model.flags)}: give --draft-model MODEL as well."
-        )
+        raise DraftModelError(f"{', '.join(model.flags)}: give --draft-model MODEL as well.")
     return model
 
 
 def choice_of(arguments: argparse.Namespace) -> DrafterChoice:
     """The choice of a command's --drafter, which may be repeated, and --draft-model."""
-    return DrafterChoice(
-        arguments.drafter or (DEFAULT_DRAFTER,), named_model(arguments)
-    )
+    return DrafterChoice(arguments.drafter or (DEFAULT_DRAFTER,), named_model(arguments))

@@ -69,9 +69,7 @@ def make_drafter(
     if name not in drafter_names():
         _entries.cache_clear()  # it may have been installed a moment ago
     if name not in drafter_names():
-        raise UnknownNameError(
-            f"Unknown drafter {name!r}. Known: {', '.join(drafter_names())}."
-        )
+        raise UnknownNameError(f"Unknown drafter {name!r}. Known: {', '.join(drafter_names())}.")
     options = given | options
     if name == NO_DRAFTER:
         if options:
@@ -94,9 +92,7 @@ def takes(name: str, argument: str) -> bool:
     """True for the name of a drafter with such an argument: `model`, or `memory`."""
     entry = _entries().get(name)
     try:
-        return (
-            entry is not None and argument in inspect.signature(entry.load()).parameters
-        )
+        return entry is not None and argument in inspect.signature(entry.load()).parameters
     except Exception:  # somebody's package; who asks for this drafter is told
         return False
 
@@ -106,9 +102,7 @@ def takes_model(name: str) -> bool:
     return takes(name, "model")
 
 
-def first_of(
-    drafters: Sequence[Drafter | None], kind: type[FirstOf] = FirstOf
-) -> Drafter | None:
+def first_of(drafters: Sequence[Drafter | None], kind: type[FirstOf] = FirstOf) -> Drafter | None:
     """One drafter of several, which asks them in order; None if there is none among them."""
     some = [drafter for drafter in drafters if drafter is not None]
     return kind(*some) if len(some) > 1 else next(iter(some), None)

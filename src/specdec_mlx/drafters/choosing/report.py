@@ -20,12 +20,7 @@ from specdec_mlx.drafters.choosing.candidates import (
 from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.drafters.heads.drafter import Config
 from specdec_mlx.drafters.heads.loading import config_of, formats, is_head, kind_of
-from specdec_mlx.drafters.heads.mtp import (
-    FAMILIES,
-    OTHER_FORMULAS,
-    of_type,
-    text_part,
-)
+from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, of_type, text_part
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.models.loading import is_path
 
@@ -104,9 +99,7 @@ def heads_lines(
     return [f"Trained heads for {model} (--draft-model):", *lines] if lines else []
 
 
-def _own_layers(
-    model: str, folder: Path | None, config: Config
-) -> tuple[list[str], list[str]]:
+def _own_layers(model: str, folder: Path | None, config: Config) -> tuple[list[str], list[str]]:
     """Lines about a model's own prediction layers: those to take, and those that are refused."""
     own = "  its original repository  multi-token prediction"
     if (other := of_type(config, OTHER_FORMULAS)) is not None:
@@ -120,9 +113,7 @@ def _own_layers(
     return [f"{own} ({prefix}), to be fetched"], []
 
 
-def _models(
-    model: str, target: Path | None, where: Path | None
-) -> tuple[list[str], list[str]]:
+def _models(model: str, target: Path | None, where: Path | None) -> tuple[list[str], list[str]]:
     """Lines about draft models: those here and those known, and those that cannot serve."""
     able, refused = list[str](), list[str]()
     for one in () if target is None else find_candidates(model, where):
@@ -144,6 +135,4 @@ def _command(model: str, draft: Path | str | None = None) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return (
-        f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-    )
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -30,9 +30,7 @@ class DraftVocabulary:
         self.ids, self.ends = ids.astype(mx.int32), ends
         low, high, size = int(ids.min()), int(ids.max()), ends.vocab_size
         if low < 0 or high >= size:
-            raise ValueError(
-                f"d2t names tokens {low} to {high}, and the target has {size}"
-            )
+            raise ValueError(f"d2t names tokens {low} to {high}, and the target has {size}")
         head = ends.head_tap().module
         # of other modules it is not known how to take rows
         self.head = some_rows(head, ids) if isinstance(head, HEADS) else None
@@ -67,9 +65,7 @@ def target_ends(model: nn.Module) -> Anatomy:
     """The parts of a loaded model; HeadError without embedding and head, which a head shares."""
     anatomy = anatomy_of(model)
     if anatomy.embedding is None or isinstance(anatomy.head, str):
-        missing = (
-            "embeds its tokens" if anatomy.embedding is None else "makes its logits"
-        )
+        missing = "embeds its tokens" if anatomy.embedding is None else "makes its logits"
         raise HeadError(
             f"No module was found in {type(model).__module__} that {missing}, so a head cannot "
             "share it. Use a draft model, or a drafter that works on tokens."
@@ -241,16 +237,12 @@ class HeadDrafter:
     @property
     def key(self) -> str:
         """The head by its content, and how it drafts."""
-        content = "; ".join(
-            [self.head.kind, fingerprint(self.head), *self.head.notes()]
-        )
+        content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
         return f"HeadDrafter({content}, {way_of_writing(self)})"
 
     def describe(self) -> str:
         """Kind and variant that were recognised, in a line."""
-        return "; ".join(
-            [f"{self.name or 'a head'}: {self.head.kind}", *self.head.notes()]
-        )
+        return "; ".join([f"{self.name or 'a head'}: {self.head.kind}", *self.head.notes()])
 
     def __repr__(self) -> str:
         """`describe` in brackets."""
@@ -267,9 +259,5 @@ class HeadDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""
-        begin = (
-            self.head.session
-            if context.shared_drafts is None
-            else context.shared_drafts
-        )
+        begin = self.head.session if context.shared_drafts is None else context.shared_drafts
         return begin(self, prompt, context)

@@ -15,12 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from specdec_mlx.contracts import FeatureRows, Features
-from specdec_mlx.drafters.heads.drafter import (
-    Config,
-    Head,
-    RecurrentHead,
-    Variation,
-)
+from specdec_mlx.drafters.heads.drafter import Config, Head, RecurrentHead, Variation
 from specdec_mlx.drafters.heads.mtp import SLIDING, MTPFamily, model_of, text_part
 from specdec_mlx.models.anatomy import Anatomy
 
@@ -133,9 +128,7 @@ class LayersHead(Head):
         for name, by in (("later", 1), ("earlier", -1)):
             layers = [layer + by for layer in self.fused]
             if min(layers) >= 0 and max(layers) < self.ends.num_layers:
-                advice = (
-                    f"its layer ids look meant otherwise; load it with layers={layers}"
-                )
+                advice = f"its layer ids look meant otherwise; load it with layers={layers}"
                 other = self.otherwise(fused=tuple(layers))
                 yield Variation(f"one layer {name}", advice, other)
 
@@ -160,9 +153,7 @@ class Eagle3(LayersHead, RecurrentHead):
 
     kind = "EAGLE-3"
 
-    def __init__(
-        self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None) -> None:
         said = {**(config.get("eagle_config") or {}), **config}
         layer = text_part(config)
         super().__init__(layer, layers or fused_layers(said, ends.num_layers), ends)
@@ -201,9 +192,7 @@ class Eagle3(LayersHead, RecurrentHead):
         yield from super().variations()
         for key in ("norm_before_residual", "norm_output"):
             other = key not in self.flags
-            advice = (
-                f"its config.json looks wrong; write {key}: {str(other).lower()} there"
-            )
+            advice = f"its config.json looks wrong; write {key}: {str(other).lower()} there"
             head = self.otherwise(flags=self.flags ^ {key})
             yield Variation(f"{key} {other}", advice, head)
 

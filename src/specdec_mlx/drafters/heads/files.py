@@ -120,9 +120,7 @@ class HeadFiles:
                 "can be read from here."
             ) from error
         except Exception as error:  # each version of the Hub's client raises others
-            raise HeadError(
-                f"{self.name}: {name} was not fetched whole: {error}"
-            ) from error
+            raise HeadError(f"{self.name}: {name} was not fetched whole: {error}") from error
 
     @cached_property
     def list_file(self) -> str | None:
@@ -151,12 +149,8 @@ class HeadFiles:
         listed = self.list_file
         if listed is not None and listed.endswith(".json"):
             files = self._read_json(listed, "lists its tensors").get("weight_map")
-            if not isinstance(files, dict) or not all(
-                isinstance(f, str) for f in files.values()
-            ):
-                raise HeadError(
-                    f"{self.name}: {listed} does not name a file for each tensor."
-                )
+            if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+                raise HeadError(f"{self.name}: {listed} does not name a file for each tensor.")
             return files
         here = [] if self.folder is None else self.folder.glob("*.safetensors")
         files = [listed] if listed else sorted(path.name for path in here)
@@ -180,14 +174,9 @@ class HeadFiles:
     def read(self, names: Iterable[str]) -> tuple[dict[str, mx.array], bool]:
         """These tensors, from the files that hold them, and True if MLX wrote one of the files."""
         wanted = list(names)
-        files = [
-            self._tensors(file)
-            for file in sorted({self.weight_map[name] for name in wanted})
-        ]
+        files = [self._tensors(file) for file in sorted({self.weight_map[name] for name in wanted})]
         read = {name: x for tensors, _ in files for name, x in tensors.items()}
-        return {n: read[n] for n in wanted if n in read}, any(
-            is_mlx for _, is_mlx in files
-        )
+        return {n: read[n] for n in wanted if n in read}, any(is_mlx for _, is_mlx in files)
 
     def load_into(self, module: nn.Module, dtype: mx.Dtype) -> None:
         """Give a module all tensors, in a type; ValueError if they do not fit."""
@@ -216,9 +205,7 @@ def _read_torch(path: Path) -> dict[str, mx.array]:
     """Tensors that `torch.save` wrote, as float32, by torch >= 2.6 (CVE-2025-32434)."""
     torch: Any = importlib.import_module("torch")
     if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 6]:
-        raise ValueError(
-            f"torch {torch.__version__} may run code that it holds; install 2.6"
-        )
+        raise ValueError(f"torch {torch.__version__} may run code that it holds; install 2.6")
     saved = torch.load(path, weights_only=True, map_location="cpu")
     tensors = {name: x for name, x in saved.items() if torch.is_tensor(x)}
     floats = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}

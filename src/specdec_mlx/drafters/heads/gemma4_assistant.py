@@ -18,13 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
-from specdec_mlx.contracts import (
-    MOST_WAITING,
-    FeatureRows,
-    Features,
-    KeysValues,
-    ReadsCache,
-)
+from specdec_mlx.contracts import MOST_WAITING, FeatureRows, Features, KeysValues, ReadsCache
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.writing import Parents
@@ -68,9 +62,7 @@ class AssistantSession(HeadSession):
         if limit == 0 or self.state is None or self.keys_values is None:
             return 0
         self.handed_on = self.state
-        self.held = {
-            kind: self.keys_values(c.index) for kind, c in self.head.reads.items()
-        }
+        self.held = {kind: self.keys_values(c.index) for kind, c in self.head.reads.items()}
         return limit
 
     def end_draft(self) -> None:
@@ -98,17 +90,13 @@ class Gemma4Assistant(Head):
         self.ends = ends
         self.reads = {kind: ends.last_caches[kind] for kind in key_widths(args)}
         self.embed_tokens = nn.Embedding(args.vocab_size, width)
-        self.layers = [
-            gemma4_text.DecoderLayer(args, i) for i in range(args.num_hidden_layers)
-        ]
+        self.layers = [gemma4_text.DecoderLayer(args, i) for i in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(width, args.rms_norm_eps)
         self.pre_projection = nn.Linear(2 * ends.width, width, bias=False)
         self.post_projection = nn.Linear(width, ends.width, bias=False)
         if config.get("use_ordered_embeddings"):
             groups = self.masked_embedding = nn.Module()
-            groups.centroids = nn.Linear(
-                width, config.get("num_centroids", 2048), bias=False
-            )
+            groups.centroids = nn.Linear(width, config.get("num_centroids", 2048), bias=False)
             groups.token_ordering = mx.arange(args.vocab_size, dtype=mx.int32)
             self.num_chosen = config.get("centroid_intermediate_top_k", 32)
 
@@ -143,9 +131,7 @@ class Gemma4Assistant(Head):
 
     def notes(self) -> list[str]:
         """Caches and groups of tokens."""
-        read = ", ".join(
-            f"{cache.index} ({kind})" for kind, cache in self.reads.items()
-        )
+        read = ", ".join(f"{cache.index} ({kind})" for kind, cache in self.reads.items())
         notes = [f"reads the target's caches {read}"]
         if "masked_embedding" in self:
             count = self.masked_embedding.centroids.weight.shape[0]

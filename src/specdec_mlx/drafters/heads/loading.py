@@ -26,11 +26,7 @@ from specdec_mlx.drafters.heads.drafter import (
 )
 from specdec_mlx.drafters.heads.eagle import Eagle3, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.gemma4_assistant import (
-    Gemma4Assistant,
-    key_widths,
-    layer_args,
-)
+from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
 from specdec_mlx.drafters.heads.mtp import (
     FAMILIES,
     OTHER_FORMULAS,
@@ -117,9 +113,7 @@ def kind_of(config: Config, names: Collection[str] = ()) -> str | None:
     named = [str(config.get(key, "")) for key in types]
     said = " ".join([*named, *(f"{key}=" for key in keys)]).lower()
     told = "\n".join([said, *sorted(names)])
-    return next(
-        (k for k, one in formats().items() if re.search(one.told_by, told)), None
-    )
+    return next((k for k, one in formats().items() if re.search(one.told_by, told)), None)
 
 
 def width_read(config: Config) -> int | None:
@@ -221,8 +215,7 @@ def _mtp(source: HeadSource) -> Head:
     head = MTPHead(family, config, source.ends, num_layers=len(prefixes))
     for depth, prefix in enumerate(prefixes):
         own, shared = (
-            tuple(prefix + start for start in starts)
-            for starts in (family.ours(), SHARED_ENDS)
+            tuple(prefix + start for start in starts) for starts in (family.ours(), SHARED_ENDS)
         )
         tensors, converted = files.read(
             name
@@ -233,9 +226,7 @@ def _mtp(source: HeadSource) -> Head:
         if add_one is None:
             # conversions of a layer alone add the one
             is_alone = converted and not prefix
-            is_original = not (
-                converted or files.is_apart or "quantization" in files.config
-            )
+            is_original = not (converted or files.is_apart or "quantization" in files.config)
             may_be = family.norms_less_one and not is_alone
             add_one = may_be and (is_original or less_one(tensors))
         weights = mtp_weights(head.levels[depth], tensors, prefix, add_one=add_one)
@@ -294,31 +285,20 @@ FORMATS: dict[str, Format] = {
     "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
     "peagle": Format("P-EAGLE, which drafts in parallel", "peagle|p_eagle"),
     "eagle3": Format(
-        "EAGLE-3",
-        r"(?ms)eagle3|\bdraft_vocab_size=|^fc\.weight$.*hidden_norm",
-        _eagle3,
-        _EAGLE3,
+        "EAGLE-3", r"(?ms)eagle3|\bdraft_vocab_size=|^fc\.weight$.*hidden_norm", _eagle3, _EAGLE3
     ),
-    "gemma4_assistant": Format(
-        "Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE
-    ),
+    "gemma4_assistant": Format("Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE),
     "pard2": Format("PARD-2, which reads the target", r"\bpard2_target_layers="),
     "pard": Format("PARD", r"\bpard_token=", load=_pard),
     "hydra": Format("Hydra heads, which see each other", r"\bhydra_num_heads="),
-    "medusa": Format(
-        "Medusa", r"(?m)medusa|^\d+\.\d+\.linear\.weight$", _medusa, _MEDUSA
-    ),
+    "medusa": Format("Medusa", r"(?m)medusa|^\d+\.\d+\.linear\.weight$", _medusa, _MEDUSA),
     "mtp": Format("multi-token prediction", "_mtp ", _mtp),
     # told by its tensors alone
-    "eagle": Format(
-        "EAGLE", r"(?ms)^fc\.weight$.*^(layers\.0|midlayer)\.", _eagle, _EAGLE
-    ),
+    "eagle": Format("EAGLE", r"(?ms)^fc\.weight$.*^(layers\.0|midlayer)\.", _eagle, _EAGLE),
 }
 """Name of a format -> how it is read; the first that a config matches counts."""
 
-GROUP = (
-    "specdec_mlx.heads"  # entry points by which packages add formats, each a `Format`
-)
+GROUP = "specdec_mlx.heads"  # entry points by which packages add formats, each a `Format`
 
 
 @cache
@@ -373,9 +353,7 @@ def load_head(
         kind = kind_of(files.config, files.weight_map)
         form = formats().get(kind or "")
         if form is not None and form.load is not None:
-            loaded: HeadDrafter | ModelDrafter = form.load(
-                files, target, variant, options
-            )
+            loaded: HeadDrafter | ModelDrafter = form.load(files, target, variant, options)
             return loaded
         if form is None or form.build is None:
             raise HeadError(refusal(files, kind))

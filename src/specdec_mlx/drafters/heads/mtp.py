@@ -22,12 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
-from specdec_mlx.drafters.heads.drafter import (
-    Config,
-    RecurrentHead,
-    Variation,
-    is_norm,
-)
+from specdec_mlx.drafters.heads.drafter import Config, RecurrentHead, Variation, is_norm
 from specdec_mlx.models.anatomy import Anatomy
 
 T = TypeVar("T")
@@ -121,9 +116,7 @@ _ERNIE = _names("mtp_emb_norm.0 mtp_hidden_norm.0 mtp_linear_proj.0")
 _HALVED = ("input_layernorm", "self_attn", "post_attention_layernorm")
 
 
-def _deepseek(
-    architecture: str, names: Mapping[str, str] = _DEEPSEEK, **changes: Any
-) -> MTPFamily:
+def _deepseek(architecture: str, names: Mapping[str, str] = _DEEPSEEK, **changes: Any) -> MTPFamily:
     """DeepSeek's kind: a layer with experts, stored after the target's last one."""
     changes = {"first_k_dense_replace": 0, **changes}
     return MTPFamily(architecture, "model.layers.{layer}.", names, changes=changes)
@@ -134,11 +127,7 @@ def _exaone_moe(config: Config, depth: int) -> Config:
     kind, *_ = config.get("mtp_layer_types") or ["full_attention"]
     windows = config.get("mtp_sliding_windows")
     window = {"sliding_window": windows[0]} if kind == SLIDING and windows else {}
-    return {
-        "is_moe_layer": [False],
-        "layer_types": [kind, *config["layer_types"]],
-        **window,
-    }
+    return {"is_moe_layer": [False], "layer_types": [kind, *config["layer_types"]], **window}
 
 
 class HalfLayer(nn.Module):  # type: ignore[misc]
@@ -149,9 +138,7 @@ class HalfLayer(nn.Module):  # type: ignore[misc]
         for part in (*_HALVED, "mlps"):
             self[part] = layer[part][:1]
 
-    def __call__(
-        self, x: mx.array, mask: mx.array | None = None, cache: Any = None
-    ) -> Any:
+    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
         """States [batch, n, D] of n positions."""
         x = x + self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
         return x + self.mlps[0](self.post_attention_layernorm[0](x))
@@ -214,19 +201,14 @@ FAMILIES: dict[str, MTPFamily] = {
         "model.mtp.",
         _names("layers.0.enorm.m layers.0.hnorm.m layers.0.eh_proj norm"),
         layer="layers.0.",
-        renamed={
-            "transformer_layer.mlp.": "mlps.0.",
-            **{f"{n}.": f"{n}.0." for n in _HALVED},
-        },
+        renamed={"transformer_layer.mlp.": "mlps.0.", **{f"{n}.": f"{n}.0." for n in _HALVED}},
         changes={"num_layers": 1},
         adapted=keep_half_of_its_layer,
     ),
     "step3p5": MTPFamily(
         "step3p5",
         "model.layers.{layer}.",
-        _names(
-            "enorm hnorm eh_proj transformer.shared_head.norm transformer.shared_head.output"
-        ),
+        _names("enorm hnorm eh_proj transformer.shared_head.norm transformer.shared_head.output"),
         changes=_step,
         norms_less_one=True,
         pre_norm=True,
@@ -235,9 +217,7 @@ FAMILIES: dict[str, MTPFamily] = {
     "nemotron_h": MTPFamily(
         "nemotron_h",
         "mtp.",
-        _names(
-            "layers.0.enorm layers.0.hnorm layers.0.eh_proj layers.{last}.final_layernorm"
-        ),
+        _names("layers.0.enorm layers.0.hnorm layers.0.eh_proj layers.{last}.final_layernorm"),
         layer="layers.",
         here="layers.",
         changes=_nemotron_h,
@@ -386,9 +366,7 @@ def model_of(arguments: Config) -> nn.Module:
 
 def one_layer_model(family: MTPFamily, config: Config, depth: int = 0) -> nn.Module:
     """A model of the family's architecture with the decoder layer alone, random weights."""
-    changes = (
-        family.changes(config, depth) if callable(family.changes) else family.changes
-    )
+    changes = family.changes(config, depth) if callable(family.changes) else family.changes
     alone = {**config, "num_hidden_layers": 1, **changes}
     model = model_of(alone | {"model_type": family.architecture})
     family.adapted(model)
@@ -436,9 +414,5 @@ def less_one(tensors: Mapping[str, mx.array]) -> bool:
     Means in heads published for Qwen 3.5 and 3.6 are up to 0.6, or from 1.3 (MTPLX, issue 301).
     """
     ends = ("layernorm.weight", "q_norm.weight", "k_norm.weight")
-    means = [
-        x.astype(mx.float32).mean()
-        for name, x in tensors.items()
-        if name.endswith(ends)
-    ]
+    means = [x.astype(mx.float32).mean() for name, x in tensors.items() if name.endswith(ends)]
     return bool(means) and bool(mx.stack(means).mean() < 0.95)

@@ -20,12 +20,7 @@ from mlx_lm.models.cache import ArraysCache
 from specdec_mlx.caches import states_of
 from specdec_mlx.contracts import FeatureRows
 from specdec_mlx.drafters.drawing import match_vocab
-from specdec_mlx.drafters.heads.drafter import (
-    Config,
-    Head,
-    spread,
-    within,
-)
+from specdec_mlx.drafters.heads.drafter import Config, Head, spread, within
 from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadSession
@@ -109,9 +104,7 @@ class DFlash(LayersHead):
     kind = "DFlash"
     session: type[HeadSession] = OnePassSession
 
-    def __init__(
-        self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None) -> None:
         said = block_options(config)
         layer = {"model_type": "qwen3", **text_part(config)}
         depth = layer["num_hidden_layers"]
@@ -156,9 +149,7 @@ class DFlash(LayersHead):
         first = size - self.most_drafted
         return self.norm(h[0, first : first + number])
 
-    def run(
-        self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any
-    ) -> Any:
+    def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
         """States [1, B, D] of a block after a layer."""
         made = layer(h, mask, kept)
         # Gemma's layers give their keys, too
@@ -194,23 +185,17 @@ class GroupedConvolution(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
         self.base_kernel = mx.zeros((2, taps, width))
-        self.kernel_projection = nn.Linear(
-            width, 2 * taps * (width // group), bias=False
-        )
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 
     def around(self, part: Callable[[mx.array], Any], x: mx.array) -> mx.array:
         """Run a part of a layer on states [1, B, D], with a convolution before and after it."""
         _, taps, width = self.base_kernel.shape
         dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
-        kernels = (
-            mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
-        )
+        kernels = mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
 
         def convolved(x: mx.array, side: int) -> mx.array:
             size = x.shape[1]
-            earlier = [
-                mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :size] for back in range(taps)
-            ]
+            earlier = [mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :size] for back in range(taps)]
             return (kernels[:, :, side] * mx.stack(earlier, axis=2)).sum(axis=2)
 
         return convolved(part(convolved(x, 0)), 1)
@@ -241,17 +226,13 @@ class DFlash2(DFlash):
         choice.successor_codebook = mx.zeros(table)
         choice.hidden_projection = nn.Linear(self.width, rank, bias=False)
 
-    def run(
-        self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any
-    ) -> Any:
+    def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
         """States [1, B, D] of a block after a layer."""
         attend = lambda x: layer.self_attn(x, mask, kept)  # noqa: E731
         h = h + layer.attention_conv.around(attend, layer.input_layernorm(h))
         return h + layer.mlp_conv.around(layer.mlp, layer.post_attention_layernorm(h))
 
-    def corrected(
-        self, logits: mx.array, states: mx.array, before: mx.array
-    ) -> mx.array:
+    def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
         """Logits [n, V] after tokens [n]: of each place's top ones, with their scores."""
         choice, ids = self.candidate_selector, top_tokens(logits, self.top)
         first, second = choice.predecessor_codebook, choice.successor_codebook
@@ -289,9 +270,7 @@ class DSpark(DFlash):
         if kind == "gated":
             pairs.gate_proj = nn.Linear(self.width + self.rank, self.rank)
 
-    def corrected(
-        self, logits: mx.array, states: mx.array, before: mx.array
-    ) -> mx.array:
+    def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
         """Logits [n, V] after tokens [n], from those of the places alone and their states."""
         if not self.rank:
             return logits

@@ -40,9 +40,7 @@ class PardDrafter(ModelDrafter):
 class PardSession(AtOnceSession, ModelSession):
     """A generation of the draft model; its caches never hold more than the text."""
 
-    def __init__(
-        self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext
-    ) -> None:
+    def __init__(self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(drafter, prompt, context)
         self.mask_token = drafter.mask_token
 

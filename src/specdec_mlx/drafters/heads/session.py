@@ -23,13 +23,7 @@ from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
 from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.trees.passes import (
-    next_level,
-    pass_over,
-    patch_ropes,
-    takes_trees,
-    view_of,
-)
+from specdec_mlx.trees.passes import next_level, pass_over, patch_ropes, takes_trees, view_of
 
 
 class Unread:
@@ -59,9 +53,7 @@ class HeadSession(WritingSession):
     waiting: the target's states that it was shown.
     """
 
-    def __init__(
-        self, drafter: Any, prompt: Sequence[int], context: DraftContext
-    ) -> None:
+    def __init__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(drafter, list(prompt)[context.num_unseen :], context)
         self.head = drafter.head
         self.waiting = Unread()
@@ -158,9 +150,7 @@ class RecurrentSession(HeadSession):
             self.drafted.append(tokens)
             level = self.levels[min(len(self.drafted), len(self.levels) - 1)]
             # a layer of its own reads the states for which it lacked a token until now, too
-            rows = mx.concatenate(
-                [*([] if self.head.moves_on else level.parts), *self.made]
-            )
+            rows = mx.concatenate([*([] if self.head.moves_on else level.parts), *self.made])
             made = level.step(rows, mx.concatenate(self.drafted[-rows.shape[0] :]))[-1:]
             self.made = [made] if self.head.chained else []
         return level.layer.logits(made)
@@ -180,9 +170,7 @@ class RecurrentSession(HeadSession):
     def read(self) -> list[Any]:
         """Read the complete pairs but the last: the last layer computes only keys and values."""
         self._read_pairs(but=1)
-        states = [
-            array for level in self.levels for array in states_of(level.rollback.caches)
-        ]
+        states = [array for level in self.levels for array in states_of(level.rollback.caches)]
         return [*states, *(level.parts for level in self.levels[1:])]
 
     def _read_pairs(self, but: int = 0) -> None:
@@ -194,9 +182,7 @@ class RecurrentSession(HeadSession):
             while number > 0:
                 count = min(number, self.context.prefill_step_size)
                 first = level.start + 1 + depth
-                made = level.step(
-                    level.take(count), to_ids(self.tokens[first : first + count])
-                )
+                made = level.step(level.take(count), to_ids(self.tokens[first : first + count]))
                 level.num_read += count
                 number -= count
                 if depth == 0:

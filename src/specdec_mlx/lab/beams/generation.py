@@ -22,13 +22,7 @@ from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.generation import Prompt, encode, loaded
-from specdec_mlx.lab.beams.search import (
-    Beam,
-    BeamDrafting,
-    BeamRows,
-    BeamSearch,
-    guess_length_for,
-)
+from specdec_mlx.lab.beams.search import Beam, BeamDrafting, BeamRows, BeamSearch, guess_length_for
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids, check_prompt
@@ -98,10 +92,7 @@ def beam_search(
         ValueError: for other bad input, and its subclasses as in `generate`.
     """
     tokenizer = loaded(model, tokenizer)
-    num_beams, max_tokens = (
-        whole("num_beams", num_beams, 1),
-        whole("max_tokens", max_tokens, 1),
-    )
+    num_beams, max_tokens = (whole("num_beams", num_beams, 1), whole("max_tokens", max_tokens, 1))
     prefill_step_size = whole("prefill_step_size", prefill_step_size, 1)
     chosen = resolve(drafter, draft_model, model, tokenizer)
     tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
@@ -131,9 +122,7 @@ def beam_search(
     return BeamSearchResponse(found, len(tokens), search.num_passes, search.num_steps)
 
 
-def _as_text(
-    tokenizer: TokenizerWrapper, beam: Beam, length_penalty: float
-) -> BeamText:
+def _as_text(tokenizer: TokenizerWrapper, beam: Beam, length_penalty: float) -> BeamText:
     tokens = list(beam.tokens)
     said = tokens[:-1] if beam.is_finished else tokens
     score = beam.logprob / len(tokens) ** length_penalty

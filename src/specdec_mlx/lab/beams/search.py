@@ -78,9 +78,7 @@ def next_beams(
             candidates.append(beam)
         elif beam.tokens in continuations:
             candidates += [
-                Beam(
-                    (*beam.tokens, token), beam.logprob + logprob, token in stop_tokens
-                )
+                Beam((*beam.tokens, token), beam.logprob + logprob, token in stop_tokens)
                 for token, logprob in continuations[beam.tokens]
             ]
         else:
@@ -110,9 +108,7 @@ class BeamDrafting:
         """
         before, self._sessions = self._sessions, {}
         texts = [beam.tokens for beam in beams]
-        begun = [
-            [known for known in before if text[: len(known)] == known] for text in texts
-        ]
+        begun = [[known for known in before if text[: len(known)] == known] for text in texts]
         sources = [max(known, key=len, default=()) for known in begun]
         for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
             session = before.get(source)
@@ -120,9 +116,7 @@ class BeamDrafting:
                 fork = optional(session, "fork")
                 session = None if fork is None else fork()
             if session is None:
-                session = begin_session(
-                    self.drafter, [*self.prompt, *text], self.context
-                )
+                session = begin_session(self.drafter, [*self.prompt, *text], self.context)
             elif len(text) > len(source):
                 session.observe(text[len(source) :])
             self._sessions[text] = session
@@ -204,21 +198,15 @@ class BeamRows:
         with mx.stream(self.stream):
             self.caches.keep([self._row_of[guess.beam] for guess in guesses])
             texts = [[*self.prompt, *guess.beam, *guess.tokens] for guess in guesses]
-            fed = [
-                text[end:] for text, end in zip(texts, self.caches.ends, strict=True)
-            ]
+            fed = [text[end:] for text, end in zip(texts, self.caches.ends, strict=True)]
             logits = self.caches.feed(self.model, fed)
             places: dict[Tokens, tuple[int, int]] = {}
             for row, (guess, tokens) in enumerate(zip(guesses, fed, strict=True)):
                 first = len(tokens) - len(guess.tokens) - 1
                 for n in range(len(guess.tokens) + 1):
-                    places.setdefault(
-                        (*guess.beam, *guess.tokens[:n]), (row, first + n)
-                    )
+                    places.setdefault((*guess.beam, *guess.tokens[:n]), (row, first + n))
             self._row_of = {path: row for path, (row, _) in places.items()}
-            rows, columns = (
-                mx.array(indices) for indices in zip(*places.values(), strict=True)
-            )
+            rows, columns = (mx.array(indices) for indices in zip(*places.values(), strict=True))
             tops = likeliest(logits[rows, columns], self.num_top)
         return dict(zip(places, tops, strict=True))
 
@@ -239,9 +227,7 @@ def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
     scale = mx.logsumexp(logits, axis=-1, keepdims=True)
     logprobs = logits - scale
     top = top_tokens(logprobs, num_top)
-    tokens, values, scales = read_all(
-        top, mx.take_along_axis(logprobs, top, axis=-1), scale
-    )
+    tokens, values, scales = read_all(top, mx.take_along_axis(logprobs, top, axis=-1), scale)
     if not np.isfinite(scales).all():
         raise LogitsError(
             "The target's logits are not finite. Check the weights and the dtype of the model."
@@ -286,18 +272,14 @@ class BeamSearch:
         """The rows of the next pass: what is guessed of each open beam, or nothing."""
         limit = 0
         if self.drafting is not None:
-            limit = min(
-                self.length.limit("", False), self.max_tokens - self.num_steps - 1
-            )
+            limit = min(self.length.limit("", False), self.max_tokens - self.num_steps - 1)
         if self.drafting is None or limit == 0:
             return [Guess(beam.tokens, ()) for beam in beams]
         self.drafting.follow(beams)
         guesses: list[Guess] = []
         for beam in beams:
             paths = [self._to_stop(path) for path in self.drafting.guesses(beam, limit)]
-            guesses += [
-                Guess(beam.tokens, path) for path in dict.fromkeys(paths or [()])
-            ]
+            guesses += [Guess(beam.tokens, path) for path in dict.fromkeys(paths or [()])]
         return guesses
 
     def _to_stop(self, path: Tokens) -> Tokens:
@@ -322,8 +304,6 @@ class BeamSearch:
         right, steady = min(num_steps - 1, drafted), self._num_rows == len(guesses)
         seconds = now - self._read_at
         self.length.record(
-            RoundRecord(
-                drafted, right, num_steps, 1 + drafted, seconds=seconds, steady=steady
-            )
+            RoundRecord(drafted, right, num_steps, 1 + drafted, seconds=seconds, steady=steady)
         )
         self._read_at, self._num_rows = now, len(guesses)

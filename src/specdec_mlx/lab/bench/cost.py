@@ -44,9 +44,7 @@ class CostCurve:
 
     def __post_init__(self) -> None:
         positions, costs = list(self.positions), self.seconds
-        is_sorted = (
-            positions == sorted({1, *positions}) and len(positions) == len(costs) > 1
-        )
+        is_sorted = positions == sorted({1, *positions}) and len(positions) == len(costs) > 1
         if not is_sorted or min(costs) <= 0:
             raise ValueError(
                 f"Cost curve {self.name!r}: got positions {self.positions} with costs {costs}, "
@@ -55,9 +53,7 @@ class CostCurve:
 
     def __call__(self, num_positions: int) -> float:
         """Seconds of a pass over `num_positions` >= 1."""
-        return Curve(tuple(zip(self.positions, self.seconds, strict=True)))(
-            num_positions
-        )
+        return Curve(tuple(zip(self.positions, self.seconds, strict=True)))(num_positions)
 
     def relative(self) -> tuple[float, ...]:
         """[n] costs over that of one position."""
@@ -82,11 +78,7 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
     try:
         if text.startswith("linear:"):
             return linear_cost(float(text.removeprefix("linear:")), unit)
-        points = (
-            CURVES[text].points
-            if text in CURVES
-            else enumerate(text.split(","), start=1)
-        )
+        points = CURVES[text].points if text in CURVES else enumerate(text.split(","), start=1)
         rows, costs = zip(*((m, float(cost)) for m, cost in points), strict=True)
         seconds = tuple(unit * cost / costs[0] for cost in costs)
     except (ValueError, ZeroDivisionError) as error:
@@ -135,9 +127,7 @@ class CostMeter:
         """Medians so far, with their intervals."""
         ratios = [median_of(samples) for samples in self._ratios.values()]
         columns = statistics.median(self._single) * np.array([(1, 1, 1), *ratios]).T
-        return CostCurve(
-            MEASURED, self._widths, *(tuple(column) for column in columns.tolist())
-        )
+        return CostCurve(MEASURED, self._widths, *(tuple(column) for column in columns.tolist()))
 
     def _time(self, width: int) -> float:
         """Seconds of one pass; afterwards the cache is as before."""
@@ -147,9 +137,7 @@ class CostMeter:
         mx.synchronize(generation_stream)
         began = time.perf_counter()
         with mx.stream(generation_stream):
-            block = self._verifier.launch(
-                self._tokens[:1], Draft(self._tokens[1:width]), 0
-            )
+            block = self._verifier.launch(self._tokens[:1], Draft(self._tokens[1:width]), 0)
             block.read()
         seconds = time.perf_counter() - began
         rollback.rewind_to(start)

@@ -39,9 +39,7 @@ def read_prompts(path: Path | str | None = None) -> list[Prompt]:
 
     def prompt(row: Any, number: int) -> Iterator[Prompt]:
         text = row["turns"][0] if "turns" in row else row["prompt"]
-        yield Prompt(
-            str(row.get("id", number)), str(row.get("category", "prompts")), str(text)
-        )
+        yield Prompt(str(row.get("id", number)), str(row.get("category", "prompts")), str(text))
 
     return read_lines(
         path or Path(__file__).with_name("prompts.jsonl"),
@@ -67,18 +65,14 @@ def read_lines(
 
 
 def choose(
-    prompts: Sequence[Any],
-    categories: Sequence[str] | None = None,
-    per_category: int | None = None,
+    prompts: Sequence[Any], categories: Sequence[str] | None = None, per_category: int | None = None
 ) -> list[Any]:
     """At most so many prompts or tasks of each category, evenly spread; ValueError for unknown."""
     known = dict.fromkeys(prompt.category for prompt in prompts)
     wanted = known if categories is None else categories
     if unknown := set(wanted) - set(known):
         names = ", ".join(sorted(known))
-        raise ValueError(
-            f"Unknown category {min(unknown)!r}. The prompts have: {names}."
-        )
+        raise ValueError(f"Unknown category {min(unknown)!r}. The prompts have: {names}.")
     of_each = ([p for p in prompts if p.category == name] for name in wanted)
     return [prompt for some in of_each for prompt in spread(some, per_category)]
 
@@ -101,9 +95,5 @@ def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> li
     Without a template it is the messages' contents, with blank lines between them.
     """
     if not tokenizer.has_chat_template:
-        return list(
-            tokenizer.encode("\n\n".join(message["content"] for message in messages))
-        )
-    return list(
-        tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
-    )
+        return list(tokenizer.encode("\n\n".join(message["content"] for message in messages)))
+    return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))

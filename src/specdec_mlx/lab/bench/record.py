@@ -61,14 +61,10 @@ class Record(Rows):
         """Of the texts, in order of appearance."""
         return list(dict.fromkeys(text.category for text in self.texts))
 
-    def live_ratio(
-        self, drafter: str, draft_length: str, category: str
-    ) -> float | None:
+    def live_ratio(self, drafter: str, draft_length: str, category: str) -> float | None:
         """Measured tokens per second over plain decoding's under rule "auto"; None if not run."""
         wanted = [(drafter, draft_length, rule) for rule in ("", "auto")]
-        found = (
-            r.ratio for r in self.results if r.key in wanted and r.category == category
-        )
+        found = (r.ratio for r in self.results if r.key in wanted and r.category == category)
         return next(found, None)
 
     def rows(self) -> list[Row]:
@@ -76,9 +72,7 @@ class Record(Rows):
         return [asdict(r) | {"accepted_share": r.accepted_share} for r in self.results]
 
     def _repr_html_(self) -> str:
-        notes = (
-            f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(self.machine))}</small>"
-        )
+        notes = f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(self.machine))}</small>"
         return f"{table_html(*_table(self.results, SPEEDS))}<p>{notes}</p>"
 
 
@@ -99,9 +93,7 @@ def load_record(path: Path | str) -> Record:
             texts=[RecordedText(**text) for text in data["texts"]],
             cost=read_cost(data["cost"]),
             results=[read_result(result) for result in data["results"]],
-            differences=[
-                Difference(**difference) for difference in data["differences"]
-            ],
+            differences=[Difference(**difference) for difference in data["differences"]],
         )
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
@@ -127,38 +119,25 @@ def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
     """The texts of a session file in its order; ValueError with the number of a wrong line."""
 
     def texts_of(row: Any, number: int) -> Iterator[RecordedText]:
-        name, category = (
-            str(row.get("id", number)),
-            str(row.get("category", "sessions")),
-        )
+        name, category = (str(row.get("id", number)), str(row.get("category", "sessions")))
         said, session = row.get("messages"), name
         if said is None:
             session = row.get("session", number)
             said = [{"role": "user", "content": row["turns"][0]}]
             said += [{"role": "assistant", "content": row["reference"]}]
         said = [{"role": m["role"], "content": m["content"] or ""} for m in said]
-        answers = [
-            i
-            for i, m in enumerate(said)
-            if i and m["role"] == "assistant" and m["content"]
-        ]
+        answers = [i for i, m in enumerate(said) if i and m["role"] == "assistant" and m["content"]]
         end = getattr(tokenizer, "eos_token_id", None)
         for turn, i in enumerate(answers):
             own = name if len(answers) == 1 else f"{name}/{turn}"
-            tokens = list(
-                tokenizer.encode(said[i]["content"], add_special_tokens=False)
-            )
+            tokens = list(tokenizer.encode(said[i]["content"], add_special_tokens=False))
             tokens += [] if end is None else [int(end)]
             prompt = encode_messages(tokenizer, said[:i])
             yield RecordedText(own, category, prompt, tokens, str(session))
 
-    texts = read_lines(
-        path, texts_of, "`messages` (role and content), or `turns` and `reference`"
-    )
+    texts = read_lines(path, texts_of, "`messages` (role and content), or `turns` and `reference`")
     if not texts:
-        raise ValueError(
-            f"{path} has no assistant message and no reference. Give another file."
-        )
+        raise ValueError(f"{path} has no assistant message and no reference. Give another file.")
     return texts
 
 
@@ -188,11 +167,7 @@ def or_dash(value: float | None, digits: int = 2) -> str:
 
 def _identical(result: Result) -> str:
     excused = f" (+{result.excused})" if result.excused else ""
-    return (
-        "-"
-        if result.identical is None
-        else f"{result.identical}{excused} of {result.texts}"
-    )
+    return "-" if result.identical is None else f"{result.identical}{excused} of {result.texts}"
 
 
 Columns = dict[str, Callable[[Any], str]]
@@ -234,9 +209,7 @@ def _differing(found: Difference) -> str:
     return f"- {whose}: {where}, {'excused' if found.excused else 'NOT excused'}"
 
 
-def _table(
-    rows: Sequence[Result], columns: Columns
-) -> tuple[list[str], list[list[str]], int]:
+def _table(rows: Sequence[Result], columns: Columns) -> tuple[list[str], list[list[str]], int]:
     """Header, rows, and the number of leading columns that are text."""
     whose: Columns = {
         "category": lambda r: r.category,
@@ -246,11 +219,7 @@ def _table(
     if len({row.rule for row in rows if row.rule}) > 1:
         whose["rule"] = lambda r: r.rule or "-"
     shown = whose | columns
-    return (
-        [*shown],
-        [[column(row) for column in shown.values()] for row in rows],
-        len(whose),
-    )
+    return ([*shown], [[column(row) for column in shown.values()] for row in rows], len(whose))
 
 
 def format_cost(curve: CostCurve) -> str:
@@ -263,9 +232,7 @@ def format_cost(curve: CostCurve) -> str:
     if curve.low:
         one = curve.seconds[0]
         ends = zip(curve.low, curve.high, strict=True)
-        rows.append(
-            ["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in ends)]
-        )
+        rows.append(["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in ends)])
     return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"
 
 
@@ -274,8 +241,7 @@ def describe_machine() -> dict[str, str]:
     num_ranks = mx.distributed.init().size()
     info = Path("/proc/cpuinfo")
     named = re.search(
-        r"model name\s*: (.+)",
-        info.read_text(encoding="utf-8") if info.exists() else "",
+        r"model name\s*: (.+)", info.read_text(encoding="utf-8") if info.exists() else ""
     )
     return {
         **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
@@ -294,8 +260,6 @@ def describe_dtype(model: nn.Module) -> str:
     """The dtype of the largest parameter, and the width of quantized ones."""
     values = (value for _, value in tree_flatten(model.parameters()))
     floating = (value for value in values if mx.issubdtype(value.dtype, mx.floating))
-    dtype = str(max(floating, key=lambda value: value.size).dtype).removeprefix(
-        "mlx.core."
-    )
+    dtype = str(max(floating, key=lambda value: value.size).dtype).removeprefix("mlx.core.")
     bits = {module.bits for module in model.modules() if hasattr(module, "bits")}
     return ", ".join([dtype, *(f"{bits} bits" for bits in sorted(bits))])

@@ -32,11 +32,7 @@ from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.parts import Model
-from specdec_mlx.draft_length.policy import (
-    DraftLength,
-    make_draft_length,
-    parse_draft_length,
-)
+from specdec_mlx.draft_length.policy import DraftLength, make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve
@@ -156,21 +152,14 @@ class RecordedTarget:
     ) -> PendingPass:
         """A pass of the recording, see `contracts.Target`; ValueError for a drawn draft."""
         if draft.logprobs is not None:
-            raise ValueError(
-                "Replay needs drafts that are not random. Drop stochastic=True."
-            )
+            raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
         num_fed = len(pending) + len(draft)
         self.rollback.advance(num_fed)
         coming = self._known[position : position + len(draft) + 1]
         pass_ = _RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
         if self._is_tapped:
-            places: list[int | None] = [
-                position - i for i in reversed(range(len(pending)))
-            ]
-            right = {
-                node: position + 1 + i
-                for i, node in enumerate(right_path(draft, coming))
-            }
+            places: list[int | None] = [position - i for i in reversed(range(len(pending)))]
+            right = {node: position + 1 + i for i, node in enumerate(right_path(draft, coming))}
             places += [right.get(node) for node in range(len(draft))]
             pass_.features = top_rows(self._text, places)
         return pass_
@@ -197,12 +186,7 @@ class ModelledClock(RoundClock):
             prices.clock = lambda: self.draft_seconds * next(ticks)
 
     def record(
-        self,
-        current: Round,
-        outcome: Outcome,
-        ahead: Round | None,
-        context: int,
-        started: float,
+        self, current: Round, outcome: Outcome, ahead: Round | None, context: int, started: float
     ) -> RoundRecord:
         """The account of a round, with its modelled seconds."""
         round_ = super().record(current, outcome, ahead, context, started)
@@ -210,10 +194,7 @@ class ModelledClock(RoundClock):
         verifying = self.cost(round_.fed)
         self.total += drafting + verifying
         return replace(
-            round_,
-            seconds=drafting + verifying,
-            draft_seconds=drafting,
-            verify_seconds=verifying,
+            round_, seconds=drafting + verifying, draft_seconds=drafting, verify_seconds=verifying
         )
 
     def _num_steps(self, round_: RoundRecord) -> int:
@@ -242,22 +223,16 @@ def replay_text(
     """
     target = RecordedTarget(text, vocab_size)
     options, context = Options(max_tokens=max_tokens), greedy_context(vocab_size)
-    parts = assemble_around(
-        target, list(text.prompt), drafter, length, options, context
-    )
+    parts = assemble_around(target, list(text.prompt), drafter, length, options, context)
     generation, stats = Generation.of(parts, options), parts.stats
-    clock = ModelledClock(
-        cost=cost, drafting=parts.drafting, draft_seconds=draft_seconds
-    )
+    clock = ModelledClock(cost=cost, drafting=parts.drafting, draft_seconds=draft_seconds)
     generation.clock = clock
     with closing(generation.run(context)) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated
     accepted = sum(token.from_draft for token in emitted)
     counts = len(emitted), stats.target_passes, stats.drafted, accepted
-    return Modelled(
-        text.category, *counts, clock.total, plain_seconds=cost(1) * len(emitted)
-    )
+    return Modelled(text.category, *counts, clock.total, plain_seconds=cost(1) * len(emitted))
 
 
 def greedy_context(vocab_size: int | None = None) -> DraftContext:
@@ -269,10 +244,7 @@ def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
     """The target's likeliest tokens at places of a text, None for one outside; -1 if not known."""
     tops = text.top_tokens or [[token] for token in text.generated]
     unknown = [-1] * len(tops[0])
-    rows = [
-        unknown if place is None or place >= len(tops) else tops[place]
-        for place in places
-    ]
+    rows = [unknown if place is None or place >= len(tops) else tops[place] for place in places]
     return FeatureRows({}, top_tokens=mx.array(rows, mx.int32))
 
 
@@ -324,9 +296,7 @@ class Scores(list[Score], Rows):
     def plot(self, cost: str = "") -> Figure:
         """Draw the speeds by kind of text at one cost, the first if none is named; matplotlib."""
         plots: Any = import_module("specdec_mlx.lab.plots")
-        figure: Figure = plots.modelled_speed(
-            [s for s in self if s.cost == (cost or self[0].cost)]
-        )
+        figure: Figure = plots.modelled_speed([s for s in self if s.cost == (cost or self[0].cost)])
         return figure
 
     def __str__(self) -> str:
@@ -385,17 +355,13 @@ def score_record(
         ValueError: a drafter draws at random; only drafts that are certain can be replayed.
     """
     scores = Scores()
-    options: Any = {
-        name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")
-    }
+    options: Any = {name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")}
     options["draft_seconds"] = draft_cost * cost(1)
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
             drafter = made if made is None or isinstance(made, Drafter) else made()
             modelled, tuning = [], Tuning(CURVES.get(cost.name, MILDEST))
-            bar = progress_bar(
-                record.texts, f"{name} {length}", unit="text", delay=1, leave=False
-            )
+            bar = progress_bar(record.texts, f"{name} {length}", unit="text", delay=1, leave=False)
             for text in bar:
                 policy = make_draft_length(parse_draft_length(length or "0"), tuning)
                 modelled.append(replay_text(text, drafter, policy, cost, **options))
@@ -435,7 +401,5 @@ def scores_of(
         rates = tokens / passes, plain_seconds / seconds
         is_live = cost == MEASURED and not session
         live = record.live_ratio(drafter, length, category) if is_live else None
-        scores.append(
-            Score(cost, drafter, length, category, *counts, *rates, live, session)
-        )
+        scores.append(Score(cost, drafter, length, category, *counts, *rates, live, session))
     return scores

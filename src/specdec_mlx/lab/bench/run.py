@@ -9,19 +9,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.drafters.choosing.choice import (
-    DrafterChoice,
-    NamedModel,
-)
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.lab.bench import prompts
 from specdec_mlx.lab.bench.cost import CostMeter
 from specdec_mlx.lab.bench.prompts import Prompt, Task
-from specdec_mlx.lab.bench.record import (
-    Record,
-    RecordedText,
-    describe_dtype,
-    describe_machine,
-)
+from specdec_mlx.lab.bench.record import Record, RecordedText, describe_dtype, describe_machine
 from specdec_mlx.lab.bench.summary import find_differences, reference_texts, summarise
 from specdec_mlx.lab.bench.timing import (
     PLAIN,
@@ -50,13 +42,9 @@ def run_bench(
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
     machine = describe_machine()
-    steps = run_interleaved(
-        tasks, contenders, settings, *([meter.sweep] if meter else [])
-    )
+    steps = run_interleaved(tasks, contenders, settings, *([meter.sweep] if meter else []))
     total = len(tasks) * len(contenders) * settings.repeats
-    samples = list(
-        progress_bar(steps, "bench", total, unit="text", disable=not progress)
-    )
+    samples = list(progress_bar(steps, "bench", total, unit="text", disable=not progress))
     is_greedy = settings.temp == 0
     differences = find_differences(model, tasks, samples) if is_greedy else []
     references = reference_texts(samples)
@@ -69,9 +57,7 @@ def run_bench(
             "dtype": describe_dtype(model),
             "vocab_size": model(mx.array([[0]])).shape[-1],
         },
-        texts=[
-            RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks
-        ],
+        texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
         cost=meter.curve() if meter else None,
         results=summarise(samples, differences, greedy=is_greedy),
         differences=differences,
@@ -128,6 +114,4 @@ def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:
     """Prompts through the tokenizer's chat template. Raises ValueError if there are none."""
     if not messages:
         raise ValueError("No prompts. Give another file, or drop --categories.")
-    return [
-        Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages
-    ]
+    return [Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages]

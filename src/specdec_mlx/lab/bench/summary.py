@@ -116,17 +116,13 @@ def find_differences(
 def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
     """Index of the first difference; where one is the other's beginning, its length; else None."""
     pairs = enumerate(zip(tokens, reference, strict=False))
-    position = next(
-        (i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference))
-    )
+    position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))
     return None if position == len(tokens) == len(reference) else position
 
 
 def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
     """Difference of the two greatest logits at generated token `position`, decoded plainly."""
-    with closing(
-        generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)
-    ) as steps:
+    with closing(generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)) as steps:
         ((_, logprobs),) = deque(steps, maxlen=1)
     second, best = mx.sort(logprobs.astype(mx.float32))[-2:]
     gap: float = (best - second).item()  # type: ignore[assignment]
@@ -149,10 +145,7 @@ def summarise(
 
 
 def _result(
-    category: str,
-    own: list[Sample],
-    baseline: list[Sample],
-    parted: list[Difference] | None,
+    category: str, own: list[Sample], baseline: list[Sample], parted: list[Difference] | None
 ) -> Result:
     """One contender's samples of a category; parted: None where texts were not compared."""
     passes = sum(s.passes for s in own)
@@ -196,9 +189,7 @@ def _times(samples: list[Sample]) -> dict[str, np.ndarray]:
     return times
 
 
-def _speeds(
-    own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]
-) -> dict[str, Any]:
+def _speeds(own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]) -> dict[str, Any]:
     """The fields of a result that are speeds, of texts that both sides have times for."""
     speeds: dict[str, Any] = {}
     if baseline:

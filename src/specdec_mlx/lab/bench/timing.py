@@ -82,14 +82,10 @@ class Contender(Way):
 def plain(model: nn.Module, temp: float = 0.0) -> Contender:
     """mlx-lm without speculation, which all others are compared with."""
 
-    def start(
-        prompt: list[int], max_tokens: int, seed: int
-    ) -> Generator[Emitted, None, None]:
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
         sampler = make_sampler(temp)
-        steps = generate_step(
-            mx.array(prompt), model, max_tokens=max_tokens, sampler=sampler
-        )
+        steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, sampler=sampler)
         with closing(steps):
             for token, _ in steps:
                 yield Emitted(int(token))
@@ -104,24 +100,18 @@ def mlx_lm_speculation(
     # may go; nothing else hangs on it
     from mlx_lm.generate import speculative_generate_step
 
-    def start(
-        prompt: list[int], max_tokens: int, seed: int
-    ) -> Generator[Emitted, None, None]:
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
         options = {"num_draft_tokens": draft_length, "max_tokens": max_tokens}
         options |= {"sampler": make_sampler(temp)}
-        steps = speculative_generate_step(
-            mx.array(prompt), model, draft_model, **options
-        )
+        steps = speculative_generate_step(mx.array(prompt), model, draft_model, **options)
         counts, begins_round = Counts(0), True
         with closing(steps):
             for n, (token, _, from_draft) in enumerate(steps):
                 if begins_round:
                     length = min(draft_length, max_tokens - n)
                     passes, drafted, drafting = counts
-                    counts = Counts(
-                        passes + 1, drafted + length, drafting + (length > 0)
-                    )
+                    counts = Counts(passes + 1, drafted + length, drafting + (length > 0))
                 begins_round = not from_draft
                 yield Emitted(int(token), bool(from_draft), counts)
 
@@ -148,9 +138,7 @@ def ours(
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
 
-    def start(
-        prompt: list[int], max_tokens: int, seed: int
-    ) -> Generator[Emitted, None, None]:
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         tokens = speculate(
             *(model, prompt, drafter),
             max_tokens=max_tokens,
@@ -296,9 +284,7 @@ def take_turns(
         run.stop()
 
 
-def time_generation(
-    contender: Contender, task: Task, settings: Settings, repeat: int
-) -> Sample:
+def time_generation(contender: Contender, task: Task, settings: Settings, repeat: int) -> Sample:
     """Generate one text to its end, or to max_tokens; `repeat` decides the seed."""
     run = Run(contender, task, settings, repeat)
     while not run.is_over:
@@ -342,10 +328,7 @@ class Run:
             began = emitted_at  # the pass under way is for the tokens after
         self._decode_seconds += time.perf_counter() - began
         self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
-        if (
-            self._emitted[-1].token in ends
-            or len(self._emitted) >= self.settings.max_tokens
-        ):
+        if self._emitted[-1].token in ends or len(self._emitted) >= self.settings.max_tokens:
             self.stop()
 
     def stop(self) -> None:

@@ -14,13 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.arguments import (
-    argument,
-    checked,
-    existing_file,
-    new_file,
-    positive_int,
-)
+from specdec_mlx.arguments import argument, checked, existing_file, new_file, positive_int
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
@@ -48,40 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sessions = "conversations in order instead: JSON lines with messages, or turns and reference"
     add("--sessions", type=argument(existing_file), metavar="FILE", help=sessions)
     add("--categories", nargs="+", metavar="NAME", help="only these")
-    add(
-        "--per-category",
-        type=count,
-        metavar="N",
-        help="prompts of each, evenly spread (all)",
-    )
+    add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
     none = f"repeatable; none: without ({DEFAULT_DRAFTER})"
     several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=none)
-    add(
-        "--draft-model",
-        metavar="MODEL",
-        help="a head, or a model: mlx-lm's own takes part too",
-    )
+    add("--draft-model", metavar="MODEL", help="a head, or a model: mlx-lm's own takes part too")
     add_lighter_arguments(parser)
-    length, lengths = (
-        checked(parse_draft_length),
-        "repeatable: every drafter with every length",
-    )
-    several(
-        "--num-draft-tokens", type=length, metavar="N|POLICY", help=f"{lengths} (auto)"
-    )
-    rules = (
-        "acceptance rule, repeatable: every drafter and length with every rule (auto)"
-    )
+    length, lengths = (checked(parse_draft_length), "repeatable: every drafter with every length")
+    several("--num-draft-tokens", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
+    rules = "acceptance rule, repeatable: every drafter and length with every rule (auto)"
     several("--rule", type=checked(make_rule), metavar="NAME", help=rules)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
     add("--seed", type=int, help="of draws (0); rule auto is then the one for seeds")
-    add(
-        "--no-cost",
-        action="store_true",
-        help="do not measure what a pass over m positions costs",
-    )
+    add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
     add(
         "--json",
         type=new_file,
@@ -91,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(
-    args: argparse.Namespace,
-    others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None,
+    args: argparse.Namespace, others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None
 ) -> int:
     """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
     model, tokenizer = load_target(args.model or demo_model_path())
@@ -107,12 +80,7 @@ def main(
     models = [m for m in (model, choice.model.pair[0]) if m is not None]
     with wired_limit(models, [generation_stream]):
         record = run_bench(
-            model,
-            tasks,
-            contenders,
-            how,
-            measure_cost=not args.no_cost,
-            progress=is_first,
+            model, tasks, contenders, how, measure_cost=not args.no_cost, progress=is_first
         )
     if is_first:
         settings = {"model": str(args.model or "demo model")} | record.settings

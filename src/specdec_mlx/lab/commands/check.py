@@ -24,17 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     spec = "NAME[:KEY=VALUE,...]"
-    add(
-        "--drafter",
-        action="append",
-        metavar=spec,
-        help=f"repeatable ({DEFAULT_DRAFTER})",
-    )
-    add(
-        "--draft-model",
-        metavar="MODEL",
-        help="a model to draft with, a trained head, or auto",
-    )
+    add("--drafter", action="append", metavar=spec, help=f"repeatable ({DEFAULT_DRAFTER})")
+    add("--draft-model", metavar="MODEL", help="a model to draft with, a trained head, or auto")
     add_lighter_arguments(parser)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--top-p", type=float, default=0.0, help="(off)")
@@ -42,13 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=0, help="(off)")
     add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
     length = argument(parse_draft_length)
-    add(
-        "--num-draft-tokens",
-        type=length,
-        default="auto",
-        metavar="N|POLICY",
-        help="(%(default)s)",
-    )
+    add("--num-draft-tokens", type=length, default="auto", metavar="N|POLICY", help="(%(default)s)")
     add(
         "--prompts",
         type=argument(existing_file),
@@ -57,15 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how = "parts take as many samples as fit (%(default)g)"
     add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
-    add(
-        "--texts",
-        type=int,
-        metavar="N",
-        help="most texts drawn; more find a smaller bias (6000)",
-    )
-    add(
-        "--seed", type=int, help="of all draws (0); rule auto is then the one for seeds"
-    )
+    add("--texts", type=int, metavar="N", help="most texts drawn; more find a smaller bias (6000)")
+    add("--seed", type=int, help="of all draws (0); rule auto is then the one for seeds")
     add("--json", type=new_file, metavar="FILE", help="write the report there too")
 
 
@@ -73,9 +51,7 @@ def main(args: argparse.Namespace) -> int:
     """Run and print the report; 0 if all of it passed, else 1."""
     sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
     choice = choice_of(args)
-    prompts = (
-        [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
-    )
+    prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
     model_name = str(args.model or demo_model_path())
     model, tokenizer = load_target(model_name)
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks

@@ -152,22 +152,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"time for the generation; texts are cut to fit, after {LEAST_TOKENS} tokens "
         "at the earliest (%(default)s)",
     )
-    add(
-        "--max-tokens",
-        type=count,
-        default=64,
-        help="most tokens of a text (%(default)s)",
-    )
+    add("--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)")
     add(
         "--repeats",
         type=count,
         default=3,
         help="timed runs of each text, as many as fit (%(default)s at most)",
     )
-    tokens, length = (
-        "tokens a round, or auto (%(default)s)",
-        checked(parse_draft_length),
-    )
+    tokens, length = ("tokens a round, or auto (%(default)s)", checked(parse_draft_length))
     add("--num-draft-tokens", type=length, default="auto", metavar="K", help=tokens)
     add(
         "--print-model-path",
@@ -187,9 +179,7 @@ def main(args: argparse.Namespace) -> int:
         print(path)
         return 0
     seconds, draft_length = args.seconds, args.num_draft_tokens
-    say(
-        f"Plain mlx-lm against speculation, the same texts side by side, with {Path(path).name}."
-    )
+    say(f"Plain mlx-lm against speculation, the same texts side by side, with {Path(path).name}.")
     model, tokenizer = load_model(path)
     say_what_multiplies(preloaded)
     shows = [prompts_of(model, tokenizer, args.max_tokens)]
@@ -202,9 +192,7 @@ def main(args: argparse.Namespace) -> int:
     began, rows = time.perf_counter(), list[TimedText]()
     with wired_limit([show.model for show in shows], [generation_stream]):
         for i, show in enumerate(shows):
-            responses = live_text(
-                show, draft_length, began + LIVE_SHARE * seconds * (i + 1)
-            )
+            responses = live_text(show, draft_length, began + LIVE_SHARE * seconds * (i + 1))
             show_live(responses) if i == 0 else deque(responses, maxlen=0)
         for show in shows[::-1]:  # the pair first, which takes little
             share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
@@ -219,34 +207,20 @@ def main(args: argparse.Namespace) -> int:
 
 def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
     """An edit, a summary and a chat, with look-up."""
-    tasks = [
-        Task(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()
-    ]
+    tasks = [Task(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()]
     live, ends = encode_chat(tokenizer, LIVE_PROMPT), frozenset(tokenizer.eos_token_ids)
     drafter = default_drafter()
-    return Show(
-        model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, ends
-    )
+    return Show(model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, ends)
 
 
 def pair_that_ships() -> Show:
     """The lab pair, on a text of a kind that it was not trained on."""
     target, draft, tokenizer = load_pair()
     opening, live = (
-        list(tokenizer.encode(text))
-        for name, _, text in held_out_openings()
-        if name == PAIR_TOPIC
+        list(tokenizer.encode(text)) for name, _, text in held_out_openings() if name == PAIR_TOPIC
     )
     drafter = ModelDrafter(draft, tokenizer=tokenizer)
-    return Show(
-        target,
-        tokenizer,
-        "model",
-        drafter,
-        live,
-        [Task(PAIR, PAIR, opening)],
-        PAIR_TOKENS,
-    )
+    return Show(target, tokenizer, "model", drafter, live, [Task(PAIR, PAIR, opening)], PAIR_TOKENS)
 
 
 def say(text: str) -> None:
@@ -270,9 +244,7 @@ def say_what_multiplies(preloaded: dict[str, str]) -> None:
     say(f"Matrices are multiplied by {blas_name()}{advice}.")
 
 
-def live_text(
-    show: Show, draft_length: str, until: float
-) -> Iterator[SpeculativeResponse]:
+def live_text(show: Show, draft_length: str, until: float) -> Iterator[SpeculativeResponse]:
     """A text that is not compared, until it ends, or its time does after `LIVE_TOKENS`."""
     responses = stream_generate(
         *(show.model, show.tokenizer, show.live, show.max_tokens),
@@ -331,9 +303,7 @@ def turns_until(end: float) -> Callable[[], bool]:
 def after_live(show: Show, draft_length: str) -> Contender:
     """Speculation that begins each text with a copy of what "auto" learned from the live one."""
 
-    def start(
-        prompt: list[int], max_tokens: int, seed: int
-    ) -> Generator[Emitted, None, None]:
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         tuning = copy.deepcopy(tuning_for(show.model))
         options = {"tokenizer": show.tokenizer, "tuning": tuning}
         way = ours(show.model, show.drafter, show.name, draft_length, **options)
@@ -352,16 +322,11 @@ def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[Tim
             if (sample.id, sample.repeat) == (task.id, repeat)
         ]
         results = summarise(beside, find_differences(model, [task], beside))
-        by_repeat.append(
-            [r for r in results if r.category == ALL and r.drafter != PLAIN]
-        )
+        by_repeat.append([r for r in results if r.category == ALL and r.drafter != PLAIN])
     rows = []
     for repeats in zip(*filter(None, by_repeat), strict=True):
         ratios = [r.ratio for r in repeats if r.ratio]
-        verdicts = [
-            IDENTICAL if r.identical else TIE if r.excused else DIFFERENT
-            for r in repeats
-        ]
+        verdicts = [IDENTICAL if r.identical else TIE if r.excused else DIFFERENT for r in repeats]
         speed = statistics.median(ratios) if ratios else None
         worst = max(verdicts, key=VERDICTS.index)
         rows.append(TimedText(task.id, repeats[0], speed, worst))
@@ -419,10 +384,7 @@ def remarks(rows: Sequence[TimedText], texts: Sequence[str]) -> list[str]:
 
 
 def legend(
-    rows: Sequence[TimedText],
-    texts: Sequence[str],
-    model: nn.Module,
-    paces: Sequence[float | None],
+    rows: Sequence[TimedText], texts: Sequence[str], model: nn.Module, paces: Sequence[float | None]
 ) -> str:
     """The outcome, how to read the table, and the machine. paces: of plain decoding, s a token."""
     timed = [pace for pace in paces if pace]
@@ -441,7 +403,5 @@ def legend(
     ]
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores + 1:  # one is this program
-        lines.append(
-            f"Others use this machine too (load {load:.0f}): speeds vary between runs."
-        )
+        lines.append(f"Others use this machine too (load {load:.0f}): speeds vary between runs.")
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)

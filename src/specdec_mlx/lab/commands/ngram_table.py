@@ -22,18 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(action=action)
         return command
 
-    build = add(
-        "build", _build, "from files and folders, for --drafter ngram-table:table=FILE"
-    )
-    build.add_argument(
-        "paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders"
-    )
-    build.add_argument(
-        "--tokenizer", required=True, metavar="MODEL", help="folder or name"
-    )
-    build.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="a new table"
-    )
+    build = add("build", _build, "from files and folders, for --drafter ngram-table:table=FILE")
+    build.add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders")
+    build.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
+    build.add_argument("--out", required=True, type=Path, metavar="FILE", help="a new table")
     info = add("info", _info, "what a table holds")
     info.add_argument("file", type=Path, metavar="FILE")
     merge = add("merge", _merge, "put what others hold into a table")

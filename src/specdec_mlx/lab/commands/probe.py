@@ -11,9 +11,7 @@ from specdec_mlx.models.loading import load_model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx probe`."""
-    parser.add_argument(
-        "--model", help="model folder or Hugging Face name (default: a small one)"
-    )
+    parser.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -23,13 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx replay`."""
     add, several = parser.add_argument, partial(parser.add_argument, action="append")
     there = argument(existing_file)
-    add(
-        "record",
-        nargs="?",
-        type=there,
-        metavar="FILE",
-        help="what specdec-mlx bench --json wrote",
-    )
+    add("record", nargs="?", type=there, metavar="FILE", help="what specdec-mlx bench --json wrote")
     sessions = "conversations instead, as JSON lines with messages, or turns and reference; of the "
     add(
         "--sessions",
@@ -38,17 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{sessions}other file only the costs are taken",
     )
     add("--model", help="for --sessions: whose tokenizer (default: a small one)")
-    several(
-        "--drafter",
-        metavar="NAME[:KEY=VALUE,...]",
-        help=f"repeatable ({DEFAULT_DRAFTER})",
-    )
+    several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=f"repeatable ({DEFAULT_DRAFTER})")
     add("--draft-model", metavar="MODEL", help="a model to draft with; it really runs")
     add_lighter_arguments(parser)
     several(
-        "--num-draft-tokens",
-        metavar="N|POLICY",
-        help=f"repeatable ({', '.join(DEFAULT_LENGTHS)})",
+        "--num-draft-tokens", metavar="N|POLICY", help=f"repeatable ({', '.join(DEFAULT_LENGTHS)})"
     )
     costs = "repeatable: measured, linear:SLOPE, costs of 1, 2 ... positions as 1,1.1, or a chip as"
     costs += f" others measured it: m3-max, m4-pro, m5-max-27b, ... (measured, {DEFAULT_SLOPE})"
@@ -56,11 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     each = "of a token drafted by a model, in passes over one position (%(default)s)"
     add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
     add("--json", type=new_file, metavar="FILE", help="write the scores")
-    add(
-        "--plot",
-        metavar="FILE",
-        help="draw the speeds at the first cost, as PNG, SVG or PDF",
-    )
+    add("--plot", metavar="FILE", help="draw the speeds at the first cost, as PNG, SVG or PDF")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -68,13 +52,9 @@ def main(args: argparse.Namespace) -> int:
     record, drafters = read_record(args), drafters_of(args)
     lengths, everything = args.num_draft_tokens or DEFAULT_LENGTHS, Scores()
     for cost in costs_of(args, record):
-        scores = score_record(
-            record, drafters, lengths, cost, draft_cost=args.draft_cost
-        )
+        scores = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
         everything += scores
-        print(
-            f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n\n{scores}\n"
-        )
+        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n\n{scores}\n")
     if args.json:
         args.json.write_text(json.dumps(everything.rows(), indent=1), encoding="utf-8")
     if args.plot:
@@ -91,13 +71,9 @@ def read_record(args: argparse.Namespace) -> Record:
     """The texts to score, and the costs that were measured. Raises ValueError where none is."""
     record = load_record(args.record) if args.record else None
     if args.sessions:
-        return record_of_sessions(
-            args.sessions, args.model, record.cost if record else None
-        )
+        return record_of_sessions(args.sessions, args.model, record.cost if record else None)
     if record is None:
-        raise ValueError(
-            "Nothing to replay. Give what bench --json wrote, or --sessions."
-        )
+        raise ValueError("Nothing to replay. Give what bench --json wrote, or --sessions.")
     return record
 
 

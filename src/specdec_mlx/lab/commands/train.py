@@ -19,9 +19,7 @@ PROMPTS = "what the target answers: a question a line, or .jsonl with turns, mes
 TEXTS = "a document each, or .jsonl in mlx-lm's formats for fine-tuning"
 HELD_OUT = "others of the kind to measure on (default: a twentieth of them)"
 TEMPS = "temperatures at which it answers each prompt, 0 for greedy (0,1)"
-MINUTES = (
-    "how long it may take in all: for as many answers and updates as there is time for"
-)
+MINUTES = "how long it may take in all: for as many answers and updates as there is time for"
 DRAFT_STEPS = "tokens of the drafts that mtp and eagle3 are trained on (%(default)s)"
 LAYERS = "eagle3: layers it reads, from 0; exit: layers that draft; draft: its depth"
 DRAFT_VOCAB = "tokens that it can propose (eagle3: at most 32000; mtp: all)"
@@ -45,55 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--held-out", **files, help=HELD_OUT)
     add("--temps", type=argument(_temps), default=Data.temps, metavar="T,T", help=TEMPS)
-    add(
-        "--window",
-        type=count,
-        default=Data.window,
-        help="tokens of a window (%(default)s)",
-    )
+    add("--window", type=count, default=Data.window, help="tokens of a window (%(default)s)")
     add("--work", type=Path, help="folder for tokens and features (default: OUT/work)")
-    add(
-        "--keep-work",
-        action="store_true",
-        help="keep it, for another training on the same data",
-    )
+    add("--keep-work", action="store_true", help="keep it, for another training on the same data")
 
     add = parser.add_argument_group("how it learns").add_argument
     add("--minutes", type=count, metavar="N", help=MINUTES)
     add("--steps", type=count, default=Updates.steps, help="updates (%(default)s)")
-    add(
-        "--batch",
-        type=count,
-        default=Updates.batch,
-        help="windows an update (%(default)s)",
-    )
-    add(
-        "--learning-rate",
-        type=float,
-        default=rate,
-        metavar="RATE",
-        help="its peak (%(default)s)",
-    )
-    add(
-        "--loss",
-        choices=LOSSES,
-        default=Updates.loss,
-        help="what it minimises (%(default)s)",
-    )
-    add(
-        "--draft-steps",
-        type=count,
-        default=Plan.num_steps,
-        metavar="K",
-        help=DRAFT_STEPS,
-    )
+    add("--batch", type=count, default=Updates.batch, help="windows an update (%(default)s)")
+    add("--learning-rate", type=float, default=rate, metavar="RATE", help="its peak (%(default)s)")
+    add("--loss", choices=LOSSES, default=Updates.loss, help="what it minimises (%(default)s)")
+    add("--draft-steps", type=count, default=Plan.num_steps, metavar="K", help=DRAFT_STEPS)
     add("--seed", type=int, default=Updates.seed, help="(%(default)s)")
 
     add = parser.add_argument_group("how large it becomes").add_argument
     add("--width", type=count, help="of the states of eagle3 and draft")
-    add(
-        "--mlp", type=count, help="width of the MLP (3 times the states'; exit: theirs)"
-    )
+    add("--mlp", type=count, help="width of the MLP (3 times the states'; exit: theirs)")
     add("--heads", type=count, help="of attention (one for each 64 of the width)")
     add("--kv-heads", type=count, help="as many as --heads")
     add("--head-dim", type=count, help="width of each (that of the states / heads)")
@@ -122,9 +87,7 @@ def main(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 130
-    print(
-        f"{args.out}: on held-out text {acceptance}, in {acceptance.num_drafts} drafts."
-    )
+    print(f"{args.out}: on held-out text {acceptance}, in {acceptance.num_drafts} drafts.")
     return 0
 
 
@@ -142,9 +105,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def _temps(text: str) -> tuple[float, ...]:
     temps = tuple(float(part) for part in text.split(","))
     if not all(map(is_temp, temps)):
-        raise ValueError(
-            f"{text!r}: expected temperatures of at least 0, such as 1,0.5."
-        )
+        raise ValueError(f"{text!r}: expected temperatures of at least 0, such as 1,0.5.")
     return temps
 
 

@@ -108,11 +108,7 @@ def cascade(
     **options: Any,
 ) -> Cascade:
     """The first tokens of a draft by a draft model or head, the later ones by look-up."""
-    first = (
-        ModelDrafter(model, tokenizer, **options)
-        if isinstance(model, nn.Module)
-        else model
-    )
+    first = ModelDrafter(model, tokenizer, **options) if isinstance(model, nn.Module) else model
     return Cascade(first, then, num_first)
 
 

@@ -94,11 +94,7 @@ class ExitSession(ModelSession):
 
 
 def early_exit(
-    target: nn.Module,
-    num_layers: int,
-    *,
-    greedy: bool = False,
-    draft_temp: float | None = None,
+    target: nn.Module, num_layers: int, *, greedy: bool = False, draft_temp: float | None = None
 ) -> ModelDrafter:
     """A drafter of the first layers of a loaded target.
 
@@ -134,9 +130,7 @@ def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
         for theirs, ours in zip(first, own, strict=True)
         for name in ("keys", "values")
     ]
-    return all(
-        a.shape == b.shape and mx.allclose(a, b, atol=1e-3).item() for a, b in pairs
-    )
+    return all(a.shape == b.shape and mx.allclose(a, b, atol=1e-3).item() for a, b in pairs)
 
 
 def final_norm(model: nn.Module) -> nn.Module:
@@ -214,9 +208,7 @@ class ExitModel(nn.Module):  # type: ignore[misc]
         """Caches of the target's layers and of the exit."""
         return [*make_prompt_cache(self.model), KVCache()]
 
-    def __call__(
-        self, tokens: mx.array, cache: list[Any] | None = None, **inputs: Any
-    ) -> Any:
+    def __call__(self, tokens: mx.array, cache: list[Any] | None = None, **inputs: Any) -> Any:
         """Logits [B, n, V] of tokens [B, n]."""
         with held(_cache, cache[-1] if cache else None):
             return self.model(tokens, cache=cache[:-1] if cache else None, **inputs)

@@ -65,12 +65,7 @@ class LookaheadDrafter:
     features: ClassVar[Features] = Features(top=1)
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("window", 1),
-            ("ngram", 2),
-            ("num_candidates", 1),
-            ("worth", 0.0),
-        ):
+        for name, least in (("window", 1), ("ngram", 2), ("num_candidates", 1), ("worth", 0.0)):
             require(self, getattr(self, name) >= least, name, f"at least {least}")
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookaheadSession:
@@ -93,14 +88,9 @@ class Window:
     def columns(self) -> list[TokenPath]:
         """Of each column the trunk up to its first token, and the guesses that hang from it."""
         trunk, *others = self.levels
-        return [
-            (*trunk[1 : j + 1], *(level[j] for level in others))
-            for j in range(self.width)
-        ]
+        return [(*trunk[1 : j + 1], *(level[j] for level in others)) for j in range(self.width)]
 
-    def advance(
-        self, said: Sequence[int | None], text: Sequence[int], num_emitted: int
-    ) -> None:
+    def advance(self, said: Sequence[int | None], text: Sequence[int], num_emitted: int) -> None:
         """Drop the first level; the target's tokens [W], None if not computed, are the last."""
         if any(token is not None for token in said):
             pairs = zip(self.levels[-1], said, strict=True)
@@ -140,17 +130,13 @@ class LookaheadSession:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
         known: dict[TokenPath, Evidence | int] = {}
         for draft in self.candidates(limit)[: self._config.num_candidates]:
-            for text, evidence in zip(
-                texts_of(draft), draft.evidence or (), strict=True
-            ):
+            for text, evidence in zip(texts_of(draft), draft.evidence or (), strict=True):
                 known.setdefault(text, evidence)
         n_grams = draft_of(known, list(known.values())).head(limit)
         self._draft = self._with_rows(n_grams, limit, self._config.window)
         return self._draft
 
-    def propose_tree(
-        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
-    ) -> Draft:
+    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """The part of the pool that is worth verifying, and rows where they cost little."""
         draft = best_of_chains(self.candidates, self._key, limit, values, may_fork)
         least = values.price(len(draft))
@@ -166,9 +152,7 @@ class LookaheadSession:
     def candidates(self, limit: int) -> list[Draft]:
         """The n-grams of the pool that go on from the last token, the latest first."""
         known = self._pool.successors.get(tuple(self._tokens[-1:]))
-        return (
-            [draft.head(limit) for draft in known.drafts()] if known and limit else []
-        )
+        return [draft.head(limit) for draft in known.drafts()] if known and limit else []
 
     def see(self, features: FeatureRows) -> None:
         """Drop the rows of further positions: the text says the same."""

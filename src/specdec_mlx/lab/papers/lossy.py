@@ -51,26 +51,18 @@ class Lenient(Rejection):
                 "emitted with more than 1/lenience times its chance (1: no lenience)."
             )
 
-    def accept_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
-    ) -> Chances:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         """min(1, p / (l q)) at each draft token; [K]."""
-        return acceptance_probability(
-            target_probs[:-1], self.lenience * draft_probs, draft_tokens
-        )
+        return acceptance_probability(target_probs[:-1], self.lenience * draft_probs, draft_tokens)
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Decision:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """As any rule by coins; with a greedy target the tokens that nearly match are kept."""
         if not target.greedy:
             return super().decide(target, draft, randomness)
         kept = leading_run(self.nearly_matches(target.logprobs, to_ids(draft.tokens)))
         return Verdict(kept, target.tokens[kept])
 
-    def nearly_matches(
-        self, target_logprobs: Rows, draft_tokens: Ids
-    ) -> Bool[Array, " rows-1"]:
+    def nearly_matches(self, target_logprobs: Rows, draft_tokens: Ids) -> Bool[Array, " rows-1"]:
         """True where p(x) >= l max p; [K]. target_logprobs: [K+1, V], before the temperature."""
         best = target_logprobs[:-1].max(axis=-1)
         return at(target_logprobs[:-1], draft_tokens) - best >= log(self.lenience)
@@ -97,40 +89,26 @@ class Typical(TreeCoinRule, CoinRule):
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):
             if not 0 <= (value := getattr(self, name)) < 1:
-                raise ValueError(
-                    f"Typical({name}={value!r}): expected a number in [0, 1)."
-                )
+                raise ValueError(f"Typical({name}={value!r}): expected a number in [0, 1).")
 
-    def threshold(
-        self, target_probs: Float[Array, "*batch vocab"]
-    ) -> Float[Array, "*batch"]:
+    def threshold(self, target_probs: Float[Array, "*batch vocab"]) -> Float[Array, "*batch"]:
         """Least p(x) of tokens that are kept; [...] for probabilities [..., V]."""
         xp = namespace_of(target_probs)
         entropy = -xp.sum(target_probs * log_where_positive(target_probs), axis=-1)
         return xp.minimum(self.epsilon, self.delta * xp.exp(-entropy))
 
-    def accept_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
-    ) -> Chances:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         """1 where the draft token is typical, else 0; [K]."""
         return self._is_typical(target_probs[:-1], draft_tokens)
 
     def next_probs(
-        self,
-        target_probs: Rows,
-        draft_tokens: Ids,
-        draft_probs: Drawn,
-        num_accepted: Array | int,
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
     ) -> Law:
         """The target's distribution after the last token kept; [V]."""
         return row(target_probs, num_accepted)
 
     def judge(
-        self,
-        target_probs: Rows,
-        draft_tokens: Ids,
-        draft_probs: Drawn,
-        parents: Sequence[int],
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
     ) -> tuple[Chances, Rows]:
         """1 where a node is typical after its parent, else 0; and p itself after each row."""
         above = namespace_of(target_probs).array(parents) + 1

@@ -44,11 +44,7 @@ class NGramTable(KeptFile):
                 "expected 1 <= min_order <= max_order and an entry at least."
             )
         super().__init__(tokenizer)
-        self.max_order, self.min_order, self.max_entries = (
-            max_order,
-            min_order,
-            max_entries,
-        )
+        self.max_order, self.min_order, self.max_entries = (max_order, min_order, max_entries)
         self._unsaved: Counter[Context] = Counter()
         self._recount()
 
@@ -67,13 +63,8 @@ class NGramTable(KeptFile):
 
     def add(self, tokens: Sequence[int]) -> None:
         """Count the n-grams of a text [n]."""
-        ends, orders = (
-            range(1, len(tokens) + 1),
-            range(self.min_order, self.max_order + 1),
-        )
-        ngrams = (
-            tuple(tokens[end - n : end]) for end in ends for n in orders if n <= end
-        )
+        ends, orders = (range(1, len(tokens) + 1), range(self.min_order, self.max_order + 1))
+        ngrams = (tuple(tokens[end - n : end]) for end in ends for n in orders if n <= end)
         with self._lock:
             self._add((ngram, 1) for ngram in ngrams)
             self.save_now_and_then()
@@ -81,9 +72,7 @@ class NGramTable(KeptFile):
     def _merge(self, other: NGramTable) -> None:
         theirs = other.counts().items()
         with self._lock:
-            self._add(
-                one for one in theirs if self.min_order <= len(one[0]) <= self.max_order
-            )
+            self._add(one for one in theirs if self.min_order <= len(one[0]) <= self.max_order)
 
     def continuation(self, context: Context) -> Continuation | None:
         """The best continuation of the longest known end of a context."""
@@ -122,9 +111,7 @@ class NGramTable(KeptFile):
         at = 0
         for order, count in header["orders"]:
             end = at + count * (order + 1)
-            for *context, token, times in (
-                data[at:end].reshape(count, order + 1).tolist()
-            ):
+            for *context, token, times in data[at:end].reshape(count, order + 1).tolist():
                 table._counts.add(tuple(context), token, times)
             at = end
         if at != len(data):
@@ -163,9 +150,7 @@ class TabledNGramDrafter(NGramDrafter):
         super().__post_init__()
         if not isinstance(self.table, NGramTable):
             make = partial(NGramTable, self.max_order, self.min_order)
-            kept = (
-                make() if self.table is None else opened(self.table, NGramTable, make)
-            )
+            kept = make() if self.table is None else opened(self.table, NGramTable, make)
             object.__setattr__(self, "table", kept)
 
     def check(self, context: DraftContext) -> None:

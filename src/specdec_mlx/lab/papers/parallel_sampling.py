@@ -61,9 +61,7 @@ def _looking_ahead(kind: type) -> type:
         made, rows = kind.__call__(self, ids), _behind.get()
         if rows is None or not rows.shape[0]:
             return made
-        return mx.concatenate(
-            [made[:, : -rows.shape[0]], rows[None].astype(made.dtype)], axis=1
-        )
+        return mx.concatenate([made[:, : -rows.shape[0]], rows[None].astype(made.dtype)], axis=1)
 
     members = {"__call__": call, "__module__": kind.__module__, "looks_ahead": True}
     return type(kind.__name__, (kind,), members)
@@ -110,9 +108,7 @@ class PaSSDrafter(PardDrafter):
 class PaSSSession(PardSession):
     """Drafts on the target's caches, and leaves them as they were; on its own if none are lent."""
 
-    def __init__(
-        self, drafter: PaSSDrafter, prompt: Sequence[int], context: DraftContext
-    ) -> None:
+    def __init__(self, drafter: PaSSDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(drafter, prompt, context)
         self.rows = drafter.head.rows
         if context.target_caches is not None and context.draft_cache is None:

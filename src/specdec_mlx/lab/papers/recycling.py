@@ -54,9 +54,7 @@ class Successors:
     def drafts(self) -> list[Draft]:
         """Each guess as a draft."""
         ranked = enumerate(self.texts)
-        return [
-            Draft(text, evidence=[self.evidence(i)] * len(text)) for i, text in ranked
-        ]
+        return [Draft(text, evidence=[self.evidence(i)] * len(text)) for i, text in ranked]
 
 
 @dataclass(eq=False, repr=False)
@@ -96,18 +94,12 @@ class SuccessorTable:
             del self.successors[next(iter(self.successors))]
 
     def drafts(
-        self,
-        tokens: Sequence[int],
-        length: int,
-        width: int = 1,
-        branches: int = BRANCHES,
+        self, tokens: Sequence[int], length: int, width: int = 1, branches: int = BRANCHES
     ) -> Iterator[Draft]:
         """At most `branches` chains of at most `length` single tokens, by contexts of `width`."""
         for rank in range(branches if length > 0 else 0):
             text, evidence = list(tokens[-width:]), list[Evidence]()
-            while len(evidence) < length and (
-                known := self.successors.get(tuple(text[-width:]))
-            ):
+            while len(evidence) < length and (known := self.successors.get(tuple(text[-width:]))):
                 place = 0 if evidence else rank
                 if place >= len(known.texts):
                     return

@@ -36,9 +36,7 @@ class StochasticNGramSession(NGramSession):
     # a row of V numbers a token, and what was drawn must not be thrown away
     cheap = False
 
-    def __init__(
-        self, config: NGramDrafter, prompt: Sequence[int], context: DraftContext
-    ) -> None:
+    def __init__(self, config: NGramDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(config, prompt)
         self._generation = context
         self._num_emitted = 0
@@ -81,11 +79,7 @@ def smoothed(
     """
     probs: Float[np.ndarray, " vocab"] | None = None
     for width in ngrams.widths:
-        counts = (
-            ngrams.counts(context[len(context) - width :])
-            if width <= len(context)
-            else {}
-        )
+        counts = ngrams.counts(context[len(context) - width :]) if width <= len(context) else {}
         # forgotten at this order, perhaps still known at a higher one
         if not counts:
             continue

@@ -13,13 +13,7 @@ from heapq import heappop, heappush
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, key_of
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.contract import ValuesDrafts
-from specdec_mlx.drafters.suffix import (
-    Path,
-    SuffixDrafter,
-    SuffixSession,
-    evidence_of,
-    vote,
-)
+from specdec_mlx.drafters.suffix import Path, SuffixDrafter, SuffixSession, evidence_of, vote
 from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of
 
 
@@ -29,9 +23,7 @@ def known_chances() -> Chances:
     return Chances.of("look-up")
 
 
-def trie(
-    paths: Sequence[Path], limit: int, known: Chances
-) -> dict[TokenPath, Evidence]:
+def trie(paths: Sequence[Path], limit: int, known: Chances) -> dict[TokenPath, Evidence]:
     """Of all texts that places vote for, the `limit` likeliest, in that order, parents first.
 
     A place's votes are shared among its tokens; known: chances by the evidence that this is.
@@ -108,9 +100,7 @@ class SuffixTreeSession(SuffixSession):
         found = trie(*self.paths(limit), known_chances())
         return draft_of(found, list(found.values()))
 
-    def propose_tree(
-        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
-    ) -> Draft:
+    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """The chain or tree that is worth most."""
 
         def chains(longest: int) -> list[Draft]:

@@ -25,11 +25,7 @@ from specdec_mlx.draft_length.contract import ValuesDrafts
 from specdec_mlx.drafters.first_of import CombinedSession, FirstOf, context_for
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter, SuffixSession
-from specdec_mlx.lab.papers.recycling import (
-    RecyclingDrafter,
-    RecyclingSession,
-    kept_recyclers,
-)
+from specdec_mlx.lab.papers.recycling import RecyclingDrafter, RecyclingSession, kept_recyclers
 from specdec_mlx.lab.papers.suffix_trees import chains_of
 from specdec_mlx.lab.papers.tree_drafts import draft_of, texts_of
 from specdec_mlx.memory.store import Memory
@@ -95,9 +91,7 @@ class TreeSession(CombinedSession):
 
     drafts: Sequence[Draft] = ()
 
-    def __init__(
-        self, key: str, keyed: Sequence[tuple[str, Session]], *, is_coupled: bool
-    ) -> None:
+    def __init__(self, key: str, keyed: Sequence[tuple[str, Session]], *, is_coupled: bool) -> None:
         super().__init__(keyed)
         self.groups = [[(key, self)]]
         self.is_coupled = is_coupled
@@ -148,9 +142,7 @@ class LookUpTree(CombinedSession):
             return merged([d for d in drafts if d.logprobs is None]).head(limit)
         return drafts[0] if drafts else NO_DRAFT
 
-    def propose_tree(
-        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
-    ) -> Draft:
+    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """The tree, or the chain, of all their chains that is worth most."""
         chains: list[tuple[str, Draft]] = []
         for key, part in self.parts:
@@ -197,9 +189,7 @@ def side_by_side(drafts: Sequence[Draft]) -> Draft:
     )
 
 
-def default_trees(
-    memory: Memory | str | None = None, recycling: bool = False
-) -> TreeOf:
+def default_trees(memory: Memory | str | None = None, recycling: bool = False) -> TreeOf:
     """The default's look-up, n-grams and Token Recycling share a tree where that pays.
 
     memory: as `SuffixDrafter` takes it. recycling: with tables kept from generation to generation.

@@ -84,9 +84,7 @@ def check_drafter(
         AssertionError: it broke one; says which, what happened and what to do.
     """
     prompts = prompts or default_prompts(vocab_size)
-    check = DrafterConformance(
-        drafter, vocab_size, tokenizer, prompts, num_draws, remembers
-    )
+    check = DrafterConformance(drafter, vocab_size, tokenizer, prompts, num_draws, remembers)
     left_out = {"noise": True, "rewinds": learns}  # noise: in every draft
     return check.run(name for name in check.properties if not left_out.get(name))
 
@@ -159,16 +157,10 @@ class DrafterConformance(Conformance):
         with self.blaming("it is no drafter"):
             check_is_drafter(self.subject)
         before = dict(getattr(self.subject, "__dict__", {}))
-        generations = itertools.starmap(
-            self._begin, itertools.product(self.prompts, SAMPLINGS)
-        )
-        num_drafts = sum(
-            bool(r.tokens) for begun in generations for r in self._rounds(begun)
-        )
+        generations = itertools.starmap(self._begin, itertools.product(self.prompts, SAMPLINGS))
+        num_drafts = sum(bool(r.tokens) for begun in generations for r in self._rounds(begun))
         after = getattr(self.subject, "__dict__", {})
-        changed = [
-            key for key in {**before, **after} if before.get(key) is not after.get(key)
-        ]
+        changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
         self.require(
             not changed,
             f"a generation changed the drafter itself: {', '.join(changed)}.",
@@ -191,9 +183,7 @@ class DrafterConformance(Conformance):
         """Generations one after the other, in turns and in threads have nothing to do together."""
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_SESSIONS)]
         alone = [self._script(prompt) for prompt in prompts]
-        in_turns = zip(
-            *(self._rounds(self._begin(p, AT_ONE)) for p in prompts), strict=True
-        )
+        in_turns = zip(*(self._rounds(self._begin(p, AT_ONE)) for p in prompts), strict=True)
         runs: dict[str, Sequence[Sequence[ScriptedRound]]] = {
             "after other generations": [self._script(prompt) for prompt in prompts],
             "while others took turns with it": list(zip(*in_turns, strict=True)),
@@ -210,9 +200,7 @@ class DrafterConformance(Conformance):
                     )
         return f"{NUM_SESSIONS} draft as each alone: one after the other, in turns, in threads"
 
-    def _in_threads(
-        self, prompts: Sequence[Sequence[int]]
-    ) -> list[Sequence[ScriptedRound]]:
+    def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[ScriptedRound]]:
         barrier = threading.Barrier(len(prompts))
 
         def run(prompt: Sequence[int]) -> Sequence[ScriptedRound]:
@@ -243,12 +231,8 @@ class DrafterConformance(Conformance):
                 expected = to_list(draft.tokens)
                 what = f"after {len(before)} tokens it proposed {round_.tokens}; a session that "
                 what += f"saw the same text, and was never asked before, proposes {expected}"
-                self.require(
-                    round_.tokens == expected[: len(round_.tokens)], f"{what}."
-                )
-                is_same = round_.logprobs is None or _close(
-                    round_.logprobs, draft.logprobs
-                )
+                self.require(round_.tokens == expected[: len(round_.tokens)], f"{what}.")
+                is_same = round_.logprobs is None or _close(round_.logprobs, draft.logprobs)
                 self.require(is_same, f"{what}, and declares another distribution.")
                 before += round_.emitted
                 compared += 1
@@ -266,12 +250,8 @@ class DrafterConformance(Conformance):
                 if seed >= 20 and not drawn.any():
                     return "its drafts are point masses, there is none to test"
                 continue
-            is_same = _close(
-                draft.logprobs[:1], firsts.setdefault(which, draft.logprobs[:1])
-            )
-            self.require(
-                is_same, "what is declared for the first token changes with the seed."
-            )
+            is_same = _close(draft.logprobs[:1], firsts.setdefault(which, draft.logprobs[:1]))
+            self.require(is_same, "what is declared for the first token changes with the seed.")
             declared += np.exp(np.array(draft.logprobs, np.float64)).sum(0)
             np.add.at(drawn, to_list(draft.tokens), 1)
         test = ChiSquare.of(drawn, declared)
@@ -280,12 +260,8 @@ class DrafterConformance(Conformance):
             f"p = {test.p_value:.2g}"
         )
         worst = int(np.argmax(np.abs(drawn - declared)))
-        counts = (
-            f"{drawn[worst]:.0f} times, where {declared[worst]:.1f} times were declared"
-        )
-        self.require(
-            test.p_value >= RARE_ALARM, f"{found}. Token {worst} was drawn {counts}."
-        )
+        counts = f"{drawn[worst]:.0f} times, where {declared[worst]:.1f} times were declared"
+        self.require(test.p_value >= RARE_ALARM, f"{found}. Token {worst} was drawn {counts}.")
         return found
 
     def memory(self) -> str:
@@ -316,9 +292,7 @@ class DrafterConformance(Conformance):
         try:
             for length in lengths:
                 while len(generation.text) < len(self.prompts[0]) + length:
-                    self._observe(
-                        generation, coins.choices(range(self.vocab_size), k=2)
-                    )
+                    self._observe(generation, coins.choices(range(self.vocab_size), k=2))
                 held.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
@@ -331,10 +305,7 @@ class DrafterConformance(Conformance):
     ) -> ScriptedGeneration:
         noise = NotedNoise(seed)
         context = DraftContext(
-            sampling=sampling,
-            noise=noise,
-            vocab_size=self.vocab_size,
-            tokenizer=self.tokenizer,
+            sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
         )
         check_drafter_fits(self.subject, context)
         with self.blaming("begin()", part="protocol"):
@@ -392,21 +363,15 @@ class DrafterConformance(Conformance):
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise for a draft that the loop would refuse, and for one that is too long."""
         self.require(
-            isinstance(draft, Draft),
-            f"propose() returned {type(draft).__name__}.",
-            part="protocol",
+            isinstance(draft, Draft), f"propose() returned {type(draft).__name__}.", part="protocol"
         )
         with self.blaming("propose()", part="protocol"):
             check_draft(draft, self.vocab_size)
             check_drafted(to_list(draft.tokens), self.vocab_size)
         size = len(draft)
-        self.require(
-            size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol"
-        )
+        self.require(size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol")
         is_whole = draft.evidence is None or len(draft.evidence) == size
-        self.require(
-            is_whole, "evidence has to be one for each token.", part="protocol"
-        )
+        self.require(is_whole, "evidence has to be one for each token.", part="protocol")
         if draft.logprobs is not None and size:
             own: Any = draft.logprobs[mx.arange(size), to_ids(draft.tokens)][:, None]
             masses: Any = mx.exp(draft.logprobs).sum(-1)

@@ -107,9 +107,7 @@ def judged(
         "power": powers,
     }
     if test.p_value < FALSE_ALARM:
-        verdict = (
-            f"{samples} do not follow {aim} (p = {test.p_value:.1g}): {diagnosis()}"
-        )
+        verdict = f"{samples} do not follow {aim} (p = {test.p_value:.1g}): {diagnosis()}"
         return Finding("failed", verdict, numbers)
     unsure = [fault for fault, chance in powers.items() if chance < SURE]
     if len(unsure) == len(powers):
@@ -132,9 +130,7 @@ class Draws:
     drafts, and those shorter than asked for.
     """
 
-    counts: Counts = field(
-        default_factory=lambda: np.zeros((2 + len(DRAFT_FAULTS), NUM_BINS))
-    )
+    counts: Counts = field(default_factory=lambda: np.zeros((2 + len(DRAFT_FAULTS), NUM_BINS)))
     proposals: int = 0
     cut: int = 0
 
@@ -152,9 +148,7 @@ class Draws:
             middles = np.cumsum(q[order]) - q[order] / 2
             bins[order] = np.minimum(NUM_BINS * middles, NUM_BINS - 1)
             drawn = np.eye(1, len(q), token)[0]
-            for i, mass in enumerate(
-                (drawn, q, *(fault(q) for fault in DRAFT_FAULTS.values()))
-            ):
+            for i, mass in enumerate((drawn, q, *(fault(q) for fault in DRAFT_FAULTS.values()))):
                 self.counts[i] += np.bincount(bins, mass, NUM_BINS)
 
     def diagnosis(self) -> str:
@@ -401,24 +395,12 @@ def _tells(step: Place) -> float:
     return min(distances)
 
 
-def _diagnosis(
-    groups: Sequence[Cells], seen: Counts, wrong: Mapping[str, Counts]
-) -> str:
+def _diagnosis(groups: Sequence[Cells], seen: Counts, wrong: Mapping[str, Counts]) -> str:
     """How the texts are wrong, by the named faults."""
-    firsts = [
-        (group.places[()][0], text[0])
-        for group in groups
-        for text in group.texts.tokens
-    ]
+    firsts = [(group.places[()][0], text[0]) for group in groups for text in group.texts.tokens]
     excluded = sorted({token for p, token in firsts if p[token] == 0})
-    shape = (
-        f"tokens {excluded[:5]} came that the distribution excludes; "
-        if excluded
-        else ""
-    )
-    chances = {
-        fault: ChiSquare.of(seen, counts).p_value for fault, counts in wrong.items()
-    }
+    shape = f"tokens {excluded[:5]} came that the distribution excludes; " if excluded else ""
+    chances = {fault: ChiSquare.of(seen, counts).p_value for fault, counts in wrong.items()}
     likest = max(chances, key=lambda name: chances[name])
     likeness = f"they look like: {likest} (p = {chances[likest]:.2g})."
     if chances[likest] < 0.01:

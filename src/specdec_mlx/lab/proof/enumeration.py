@@ -93,9 +93,7 @@ class Comparison:
         )
 
 
-def enumerated(
-    rule: CoinRule, to: Callable[[Any], Any] = np.asarray
-) -> Iterator[Comparison]:
+def enumerated(rule: CoinRule, to: Callable[[Any], Any] = np.asarray) -> Iterator[Comparison]:
     """Every outcome of a round on small vocabularies; distributions change with the text."""
     for vocab_size, num_draft in SHAPES:
         p, q = sources(vocab_size, vocab_size + num_draft)

@@ -17,14 +17,7 @@ import numpy as np
 
 from specdec_mlx.contracts import AcceptanceRule, rule_for
 from specdec_mlx.lab.proof.report import Finding
-from specdec_mlx.lab.proof.subject import (
-    Place,
-    Probs,
-    Subject,
-    Work,
-    total_variation,
-    walk,
-)
+from specdec_mlx.lab.proof.subject import Place, Probs, Subject, Work, total_variation, walk
 from specdec_mlx.rules import CoinRule, capped_ratio, residual
 
 Masses = tuple[Probs, Probs, Probs]
@@ -34,9 +27,7 @@ RARE = 0.2
 SHARPER = 0.7
 
 
-def rejecting(
-    p: Probs, q: Probs, kept: Probs, replacement: Probs | None = None
-) -> Masses:
+def rejecting(p: Probs, q: Probs, kept: Probs, replacement: Probs | None = None) -> Masses:
     """Draft tokens kept with these masses, and else a replacement, by default a residual one."""
     after = residual(p, q) if replacement is None else replacement
     return kept, (1 - kept.sum()) * after, p
@@ -63,13 +54,8 @@ DRAFT_FAULTS: dict[str, Callable[[Probs], Probs]] = {
 
 VARIANTS: dict[str, Variant] = {
     "residual replaced by p": lambda p, q: rejecting(p, q, np.minimum(p, q), p),
-    "bonus at temperature 0.5": lambda p, q: (
-        *lossless(p, q)[:2],
-        at_temperature(p, 0.5),
-    ),
-    "p and q swapped": lambda p, q: rejecting(
-        p, q, q * capped_ratio(q, p), residual(q, p)
-    ),
+    "bonus at temperature 0.5": lambda p, q: (*lossless(p, q)[:2], at_temperature(p, 0.5)),
+    "p and q swapped": lambda p, q: rejecting(p, q, q * capped_ratio(q, p), residual(q, p)),
     "lenience 1.2": lambda p, q: rejecting(p, q, np.minimum(1.2 * p, q)),
     "declared q other than the drawn": lambda p, q: rejecting(
         p, q, at_temperature(q, 1 / SHARPER) * capped_ratio(p, q)
@@ -193,10 +179,7 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str
         for name, variant in VARIANTS.items()
         if np.allclose((kept, again, after), variant(p, q), atol=TOLERANCE)
     )
-    distance, bonus_distance = (
-        total_variation(kept + again, p),
-        total_variation(after, p),
-    )
+    distance, bonus_distance = (total_variation(kept + again, p), total_variation(after, p))
     return {
         "distance": distance,
         "bonus_distance": bonus_distance,

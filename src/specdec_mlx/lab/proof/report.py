@@ -79,9 +79,7 @@ class CheckReport(Rows):
         if failed:
             return f"FAILED: {', '.join(failed)}."
         if skipped:
-            return (
-                f"INCOMPLETE: {', '.join(skipped)} had not enough to go on. See there."
-            )
+            return f"INCOMPLETE: {', '.join(skipped)} had not enough to go on. See there."
         return "PASSED: what is emitted is the target's own text."
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,21 +125,13 @@ class CheckReport(Rows):
         lines = textwrap.wrap(_listed(self.settings), WIDTH)
         for part in self.parts:
             lines += ["", f"{part.status:<15}{part.name}  ({part.seconds:.1f} s)"]
-            shown = [
-                *textwrap.wrap(part.verdict, WIDTH - MARGIN),
-                *_number_lines(part.numbers),
-            ]
+            shown = [*textwrap.wrap(part.verdict, WIDTH - MARGIN), *_number_lines(part.numbers)]
             lines += [" " * MARGIN + line for line in shown]
         return "\n".join([*lines, "", f"{self.verdict}  ({self.seconds:.0f} s)"])
 
     def _repr_html_(self) -> str:
         rows = [
-            (
-                part.status,
-                part.name,
-                part.verdict,
-                "; ".join(_number_lines(part.numbers)),
-            )
+            (part.status, part.name, part.verdict, "; ".join(_number_lines(part.numbers)))
             for part in self.parts
         ]
         head = f"<p><strong>{escape(self.verdict)}</strong> ({self.seconds:.0f} s)</p>"
@@ -159,10 +149,7 @@ def _number_lines(numbers: dict[str, Any]) -> list[str]:
     for name, value in numbers.items():
         title = f"{name.replace('_', ' ')}:"
         if isinstance(value, dict):
-            lines += [
-                title,
-                *(f"  {key:<33} {_number(entry)}" for key, entry in value.items()),
-            ]
+            lines += [title, *(f"  {key:<33} {_number(entry)}" for key, entry in value.items())]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             lines += [title, *(f"  {_listed(entry)}" for entry in value)]
         else:

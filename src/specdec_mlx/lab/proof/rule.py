@@ -97,9 +97,7 @@ class Question:
 
     def rows(self) -> RoundPositions:
         """The target, as the loop shows it."""
-        return RoundPositions(
-            self.logprobs, NextToken(self.sampler, (), self.noise), self.position
-        )
+        return RoundPositions(self.logprobs, NextToken(self.sampler, (), self.noise), self.position)
 
     def ask(self, rule: AcceptanceRule, evidence: Any = None) -> Decision:
         """The lazy answer of a rule."""
@@ -119,10 +117,7 @@ def questions(sampler: Callable[[mx.array], mx.array]) -> Iterator[Question]:
             tokens = tuple(int(rng.choice(vocab_size, p=row)) for row in q)
             for own in (p, one_hots(p), without_some):
                 yield Question(_log(own), tokens, _log(q), sampler, noise)
-        for copied in (
-            rng.integers(vocab_size, size=num_tokens),
-            np.argmax(p[:-1], axis=-1),
-        ):
+        for copied in (rng.integers(vocab_size, size=num_tokens), np.argmax(p[:-1], axis=-1)):
             yield Question(_log(p), tuple(copied.tolist()), None, sampler, noise)
 
 
@@ -158,17 +153,13 @@ class RuleConformance(Conformance):
 
     def protocol(self) -> str:
         """It has a name and decides; its answers can be read, and can be true."""
-        is_rule = isinstance(self.subject, AcceptanceRule) and not inspect.isclass(
-            self.subject
-        )
+        is_rule = isinstance(self.subject, AcceptanceRule) and not inspect.isclass(self.subject)
         self.require(is_rule, f"{self.subject!r} has no name or no decide().")
         name = self.subject.name
         self.require(isinstance(name, str), f"its name is {name!r}, no str.")
         samplers: list[Any] = [AT_ONE, GREEDY]
         samplers += [] if needs_distribution(self.subject) else [second_best]
-        self.asked = [
-            question for sampler in samplers for question in questions(sampler)
-        ]
+        self.asked = [question for sampler in samplers for question in questions(sampler)]
         self.answers = [self._outcome(question) for question in self.asked]
         num_kept = sum(outcome.num_accepted for outcome in self.answers)
         return f"{len(self.asked)} drafts, of which {num_kept} tokens were kept"
@@ -176,16 +167,9 @@ class RuleConformance(Conformance):
     def purity(self) -> str:
         """The answer follows from what was given alone, and waits for nothing."""
         global_state: Any = mx.random.state
-        options, moved = (
-            dict(getattr(self.subject, "__dict__", {})),
-            global_state[0].tolist(),
-        )
-        again = [
-            self._outcome(question, with_evidence=True) for question in self.asked[::-1]
-        ]
-        for question, first, second in zip(
-            self.asked, self.answers, again[::-1], strict=True
-        ):
+        options, moved = (dict(getattr(self.subject, "__dict__", {})), global_state[0].tolist())
+        again = [self._outcome(question, with_evidence=True) for question in self.asked[::-1]]
+        for question, first, second in zip(self.asked, self.answers, again[::-1], strict=True):
             self.require(
                 first.tokens == second.tokens,
                 f"asked twice, it emitted {first.tokens} and {second.tokens}; {question}.",
@@ -253,9 +237,7 @@ class RuleConformance(Conformance):
             for comparison in self.exact:
                 self.require(comparison.total_variation < EXACT, str(comparison))
             largest = max(comparison.total_variation for comparison in self.exact)
-            lines = [
-                f"{len(self.exact)} enumerated, total variation at most {largest:.0e}"
-            ]
+            lines = [f"{len(self.exact)} enumerated, total variation at most {largest:.0e}"]
         if type(self.subject).decide is not CoinRule.decide:
             for comparison, test in self.sampled():
                 found = f"chi-square {test.statistic:.0f}, p = {test.p_value:.2g}"
@@ -298,12 +280,7 @@ class RuleConformance(Conformance):
         return texts
 
     def _drafted(
-        self,
-        target: mx.array,
-        draft: mx.array,
-        is_drawn: bool,
-        position: int,
-        *given: mx.array,
+        self, target: mx.array, draft: mx.array, is_drawn: bool, position: int, *given: mx.array
     ) -> dict[str, mx.array]:
         """Numbers of the answer to one draft [K], and the draft; given: noise and state."""
         key, state = given
@@ -332,13 +309,9 @@ class RuleConformance(Conformance):
             outcome = answer.outcome(numbers, question.tokens)
         kinds = {array.dtype for array in vars(answer).values() if array is not None}
         are_integers = all(mx.issubdtype(kind, mx.integer) for kind in kinds)
-        self.require(
-            are_integers, f"{question}: it answers in {kinds}, not in integers."
-        )
+        self.require(are_integers, f"{question}: it answers in {kinds}, not in integers.")
         n, after = outcome.num_accepted, outcome.tokens[-1]
-        what = (
-            f"{question}: it kept tokens {list(outcome.kept)}; expected the first ones."
-        )
+        what = f"{question}: it kept tokens {list(outcome.kept)}; expected the first ones."
         next_step = "Count the tokens from the first one on; nodes are for trees"
         self.require([*outcome.kept] == [*range(n)], what, next_step)
         rows, every = question.rows(), mx.ones(question.logprobs.shape)

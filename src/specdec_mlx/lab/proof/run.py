@@ -35,9 +35,7 @@ BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
 """Short ones of the benchmark's own: a prompt costs a prefill of each model, several times over."""
 
-ONE_STEP, JOINT, DECLARED = (
-    f"{what} distribution" for what in ("one-step", "joint", "declared")
-)
+ONE_STEP, JOINT, DECLARED = (f"{what} distribution" for what in ("one-step", "joint", "declared"))
 """Parts about what is drawn."""
 
 
@@ -120,11 +118,7 @@ def check(
         parts = run_parts(subject, work, progress, texts)
     settings = {
         "drafter": type(chosen).__name__,
-        **{
-            k: v
-            for k, v in vars(sampling).items()
-            if k == "temp" or v != getattr(Sampling, k)
-        },
+        **{k: v for k, v in vars(sampling).items() if k == "temp" or v != getattr(Sampling, k)},
         "rule": subject.rule.name,
         "num_draft_tokens": num_draft_tokens,
         "prompts": len(subject.prompts),
@@ -136,19 +130,13 @@ def check(
     return CheckReport(parts, settings)
 
 
-def _encoded(
-    tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None
-) -> list[list[int]]:
+def _encoded(tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
     """Token ids of each prompt; ValueError for one without any."""
     if prompts is None:
         prompts = [prompt.text for prompt in read_prompts() if prompt.id in PROMPTS]
-    encoded = [
-        encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts
-    ]
+    encoded = [encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
     if not encoded or not all(encoded):
-        raise ValueError(
-            "There is no prompt, or an empty one. Give at least one token in each."
-        )
+        raise ValueError("There is no prompt, or an empty one. Give at least one token in each.")
     return encoded
 
 
@@ -161,15 +149,9 @@ def run_parts(
     probed: list[ProbeReport] = []
     # part -> share of the time that is left when it begins, and what runs
     parts: dict[str, tuple[float, Callable[[Work], Finding]]] = {
-        "widths": (
-            0.5,
-            lambda work: texts_of_parts.check_widths(subject.model, work, probed),
-        ),
+        "widths": (0.5, lambda work: texts_of_parts.check_widths(subject.model, work, probed)),
         ONE_STEP: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
-        JOINT: (
-            0.5,
-            lambda work: drawn.check_joint(subject, work, steps, draws, num_texts),
-        ),
+        JOINT: (0.5, lambda work: drawn.check_joint(subject, work, steps, draws, num_texts)),
         DECLARED: (1.0, lambda work: drawn.check_declared(draws)),
         "drafter's state": (0.4, partial(texts_of_parts.check_state, subject)),
     }
@@ -177,18 +159,11 @@ def run_parts(
         if isinstance(part, HeadDrafter):
             variations = partial(texts_of_parts.check_variations, subject, part)
             parts.setdefault("head's variants", (0.5, variations))
-    parts["greedy text"] = (
-        1.0,
-        lambda work: texts_of_parts.check_greedy(subject, work, *probed),
-    )
+    parts["greedy text"] = (1.0, lambda work: texts_of_parts.check_greedy(subject, work, *probed))
     done = []
     shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
     with progress_bar(
-        total=len(parts),
-        bar_format=shown,
-        miniters=0,
-        mininterval=0.5,
-        disable=not progress,
+        total=len(parts), bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
     ) as bar:
 
         def say(num_samples: int) -> None:

@@ -52,9 +52,7 @@ def attend(cache: Any, tokens: mx.array) -> mx.array:
     positions = cache.offset + mx.arange(tokens.shape[0], dtype=mx.float32)
     keys, values = cache.update_and_fetch(states, states)
     flat = 1 / KEY_WIDTH  # so that every token attended to weighs about as much
-    rows = scaled_dot_product_attention(
-        states, keys, values, cache=cache, scale=flat, mask=mask
-    )
+    rows = scaled_dot_product_attention(states, keys, values, cache=cache, scale=flat, mask=mask)
     return mx.concatenate([rows[0, 0], positions[:, None]], axis=-1)
 
 
@@ -84,9 +82,7 @@ def check_strategy(
     with patch.dict(STRATEGIES, {type(make_cache()): strategy}):
         lines += check.run(["widths", "restore"])
         if not check.refuses:
-            lines += check.run(
-                ["rollback", "gather"][: 1 + isinstance(strategy, Gathers)]
-            )
+            lines += check.run(["rollback", "gather"][: 1 + isinstance(strategy, Gathers)])
     return lines
 
 
@@ -104,9 +100,7 @@ class StrategyConformance(Conformance):
         "gather": "Move the rows that are kept to where they belong, and count them alone",
     }
 
-    def __init__(
-        self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed
-    ) -> None:
+    def __init__(self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed) -> None:
         self.subject, self.make_cache, self.feed = strategy, make_cache, feed
         self.window = window_of(make_cache()) or WINDOW
         half, whole = self.window // 2, self.window
@@ -121,13 +115,9 @@ class StrategyConformance(Conformance):
         is_strategy = isinstance(self.subject, Strategy)
         self.require(is_strategy, f"{self.subject!r} is no instance of one.")
         widest = self.subject.widest_pass(self.make_cache())
-        self.require(
-            widest is None or widest >= 1, f"widest_pass is {widest}; expected >= 1."
-        )
+        self.require(widest is None or widest >= 1, f"widest_pass is {widest}; expected >= 1.")
         if self._plain_rows(2).shape[0] != 2:
-            raise ValueError(
-                "feed has to return rows [S, D], one for each token of the pass."
-            )
+            raise ValueError("feed has to return rows [S, D], one for each token of the pass.")
         return str(self.subject.name)
 
     def widths(self) -> str:
@@ -151,9 +141,7 @@ class StrategyConformance(Conformance):
             self.subject.restore(cache, self.subject.save(cache))
         except CacheRollbackError as error:
             is_single = self.subject.widest_pass(cache) == 1
-            self.require(
-                is_single, f"it refused: {error}", "Then widest_pass has to be 1"
-            )
+            self.require(is_single, f"it refused: {error}", "Then widest_pass has to be 1")
             self.refuses = True
             return "refused, so single tokens only, which are never taken back"
         points = 0
@@ -185,23 +173,17 @@ class StrategyConformance(Conformance):
         pass reads the kept tokens again.
         """
         histories = 0
-        for length, width in itertools.product(
-            self.lengths, (*WIDTHS, self.window + 2)
-        ):
+        for length, width in itertools.product(self.lengths, (*WIDTHS, self.window + 2)):
             limited = self._limited(self._fed(length), width)
             if limited < width and limited in WIDTHS:
                 continue  # it has had its turn
             for kept, is_beside in itertools.product(range(limited + 1), (False, True)):
                 cache = self._fed(length, singly=(limited + kept) % 2 == 1)
                 where = f"after {length} tokens, a pass over {limited} positions of which {kept} "
-                where += (
-                    "were kept" + ", beside a cache that cannot be trimmed" * is_beside
-                )
+                where += "were kept" + ", beside a cache that cannot be trimmed" * is_beside
                 rollback = Rollback([cache, *[ArraysCache(1)] * is_beside], length)
                 with self.blaming(where):
-                    for end in (length + kept, length + max(0, kept - 1))[
-                        : 1 + is_beside
-                    ]:
+                    for end in (length + kept, length + max(0, kept - 1))[: 1 + is_beside]:
                         start = rollback.position
                         width_now = self._limited(cache, limited)
                         known = range(min(end - start, width_now))
@@ -294,18 +276,14 @@ def _rejected(size: int) -> list[int]:
 def contents(cache: Any) -> dict[str, Any]:
     """A cache's numbers, and its arrays without spare rows as types, shapes and checksums."""
     has_rows = hasattr(cache, "keys_and_values") and not cache.empty()
-    arrays: Any = dict(
-        tree_flatten(cache.keys_and_values() if has_rows else cache.state)
-    )
+    arrays: Any = dict(tree_flatten(cache.keys_and_values() if has_rows else cache.state))
     plain = (bool, int, float, str, type(None))
     members = getattr(cache, "__dict__", {})
     held: dict[str, Any] = {k: v for k, v in members.items() if isinstance(v, plain)}
     for name, value in arrays.items():
         is_array = isinstance(value, mx.array)
         checksum = zlib.crc32(bytes(memoryview(value))) if is_array else None
-        held[f".state.{name}"] = (
-            (value.dtype, value.shape, checksum) if is_array else value
-        )
+        held[f".state.{name}"] = (value.dtype, value.shape, checksum) if is_array else value
     return held
 
 
@@ -329,7 +307,5 @@ def interrupting(cache: Any, at: int) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("__setattr__", "__setitem__"):
             if hasattr(kind, name):
-                stack.enter_context(
-                    patch.object(kind, name, counted(getattr(kind, name)))
-                )
+                stack.enter_context(patch.object(kind, name, counted(getattr(kind, name))))
         yield

@@ -95,11 +95,7 @@ class Subject:
 
         room: tokens that may be drafted beyond them.
         """
-        options |= {
-            "rule": self.rule,
-            "num_draft_tokens": self.num_draft_tokens,
-            "seed": self.seed,
-        }
+        options |= {"rule": self.rule, "num_draft_tokens": self.num_draft_tokens, "seed": self.seed}
         options |= {"tokenizer": self.tokenizer, "max_tokens": num_tokens + room}
         tokens = speculate(self.model, prompt, self.drafter, **options)
         return list(islice(tokens, num_tokens))
@@ -159,9 +155,7 @@ def walk(subject: Subject, prompt: list[int], num_tokens: int) -> Iterator[Place
     for token in plainly.text(prompt, num_tokens, sampler=subject.sampling):
         draft = session.propose(1)
         target_probs = probabilities(subject.sampling.log_distribution(token.logprobs))
-        yield Place(
-            list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size)
-        )
+        yield Place(list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size))
         if token.token in subject.end_tokens:
             return
         session.observe([token.token])
@@ -234,9 +228,7 @@ class Remembered(nn.Module):  # type: ignore[misc]
             rows_of = [self.after(text) for text in reversed(texts)]
             return mx.stack(rows_of[::-1])[None]
         self.after(fed)  # one pass for all that are not known
-        return mx.stack(
-            [self.after(fed[:end]) for end in range(before + 1, len(fed) + 1)]
-        )[None]
+        return mx.stack([self.after(fed[:end]) for end in range(before + 1, len(fed) + 1)])[None]
 
     def after(self, tokens: Sequence[int]) -> mx.array:
         """Logits [V]; not a number for a text that ends within the common context."""
@@ -301,9 +293,7 @@ class Alone:
 class _AloneSession:
     """A session, and the target's pass over its text."""
 
-    def __init__(
-        self, alone: Alone, prompt: Sequence[int], context: DraftContext
-    ) -> None:
+    def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
         self._session, self._see = alone.drafter.begin(list(prompt), context), alone.see
         self._propose = proposing(self._session, key_of(alone.drafter))
         self.cheap = is_cheap(self._session)

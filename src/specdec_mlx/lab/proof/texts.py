@@ -60,9 +60,7 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Fin
     if report.exact:
         is_bitwise = all(row.bitwise for row in report.rows)
         how = "bit for bit" if is_bitwise else "up to rounding"
-        verdict = (
-            f"A pass over several positions gives the logits of single ones, {how}."
-        )
+        verdict = f"A pass over several positions gives the logits of single ones, {how}."
         status = "passed"
     if report.window is not None and not looks_past:
         status = "not run" if report.exact else "failed"
@@ -75,9 +73,7 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Fin
     return Finding(status, verdict, numbers)
 
 
-def check_greedy(
-    subject: Subject, work: Work, probed: ProbeReport | None = None
-) -> Finding:
+def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None) -> Finding:
     """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
     gap = near_tie(() if probed is None else probed.differences)
     differences: list[dict[str, Any]] = []
@@ -116,9 +112,7 @@ def check_greedy(
     ties, skipped = len(differences), len(subject.prompts) - texts
     verdict = f"{texts - ties} of {texts} texts: the same tokens as by plain decoding"
     if ties:
-        verdict += (
-            f"; {ties} part from it at a near tie, which rounding may turn either way"
-        )
+        verdict += f"; {ties} part from it at a near tie, which rounding may turn either way"
     if skipped:
         verdict += f" ({skipped} prompts had no time)"
     return Finding("passed", f"{verdict}.", numbers)
@@ -142,20 +136,12 @@ def check_state(subject: Subject, work: Work) -> Finding:
     A draft cache rolled back wrongly changes no text, only acceptance. So a session that has been
     through rejections is compared with one that begins with the same text.
     """
-    found = [
-        _after_rejections(subject, prompt) for prompt in work.each(subject.prompts)
-    ]
+    found = [_after_rejections(subject, prompt) for prompt in work.each(subject.prompts)]
     distances = [distance for distance, _ in found if distance is not None]
     rejected = sum(num_rejected for _, num_rejected in found)
-    numbers = {
-        "comparisons": len(distances),
-        "rejected_tokens": rejected,
-        "distances": distances,
-    }
+    numbers = {"comparisons": len(distances), "rejected_tokens": rejected, "distances": distances}
     if not distances or not rejected:
-        verdict = (
-            "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
-        )
+        verdict = "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
         return Finding("not run", verdict, numbers)
     unlike = sum(distance > SAME for distance in distances)
     if unlike <= UNLIKE_ALLOWED * len(distances):
@@ -202,10 +188,7 @@ def depends_on_text_alone(drafter: Any) -> bool:
     parts = [part for part in all_drafters(drafter) if not hasattr(part, "drafters")]
     return all(
         isinstance(part, PromptLookupDrafter | NGramDrafter)
-        or any(
-            isinstance(member, nn.Module)
-            for member in getattr(part, "__dict__", {}).values()
-        )
+        or any(isinstance(member, nn.Module) for member in getattr(part, "__dict__", {}).values())
         for part in parts
     )
 
@@ -234,8 +217,7 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Find
         "texts": texts,
         "accepted_as_read": share,
         "accepted_otherwise": {
-            variation.name: other
-            for variation, other in zip(variations, others, strict=True)
+            variation.name: other for variation, other in zip(variations, others, strict=True)
         },
     }
     if not drafted[0]:

@@ -60,13 +60,9 @@ def begin_or_resume(path: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
         save_json(path, settings)
     before, now = load_json(path), json.loads(json.dumps(settings))
-    differ = [
-        n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)
-    ]
+    differ = [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
     if differ:
-        changes = ", ".join(
-            f"{n} was {before.get(n)!r} and is {now.get(n)!r}" for n in differ
-        )
+        changes = ", ".join(f"{n} was {before.get(n)!r} and is {now.get(n)!r}" for n in differ)
         raise TrainingError(
             f"{path.parent} was begun with other settings: {changes}. Give those again to go on, "
             "or another folder to begin anew."
@@ -116,9 +112,7 @@ class FeatureStore:
         """Some of the windows, padded to the longest of them."""
         rows = [self._rows(i) for i in indices]
         length = int(self.lengths[list(indices)].max())
-        tokens, answered = (
-            x[list(indices), :length] for x in (self.windows, self.answered)
-        )
+        tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))
         return _batch(mx.array(tokens), answered, rows)
 
     def _rows(self, index: int) -> Any:
@@ -137,26 +131,19 @@ def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Ba
     return _batch(tokens, np.ones(tokens.shape, bool), rows)
 
 
-def read(
-    target: nn.Module, layers: Sequence[int], window: np.ndarray
-) -> dict[str, mx.array]:
+def read(target: nn.Module, layers: Sequence[int], window: np.ndarray) -> dict[str, mx.array]:
     """Features by name of a pass over one window [window]; raises UnreadableError."""
     taps = Taps(target, Features(tuple(layers), head_input=True))
     tokens = mx.array(window)[None]
     logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
     shown: Any = taps.features
-    rows = {
-        "head_input": shown.head_input,
-        "best": mx.argmax(logits, axis=-1).astype(mx.int32),
-    }
+    rows = {"head_input": shown.head_input, "best": mx.argmax(logits, axis=-1).astype(mx.int32)}
     rows |= {f"layer-{layer}": states for layer, states in shown.layers.items()}
     mx.eval(rows)
     return rows
 
 
-def _batch(
-    tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.array]]
-) -> Batch:
+def _batch(tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.array]]) -> Batch:
     arrays = {}
     for name, first in rows[0].items():
         wide = mx.zeros((*tokens.shape, *first.shape[1:]))
@@ -165,9 +152,7 @@ def _batch(
         arrays[name] = wide
     best, head_input = np.array(arrays.pop("best")), arrays.pop("head_input")
     layers = {int(name.removeprefix("layer-")): x for name, x in arrays.items()}
-    return Batch(
-        tokens, FeatureRows(layers=layers, head_input=head_input), answered, best
-    )
+    return Batch(tokens, FeatureRows(layers=layers, head_input=head_input), answered, best)
 
 
 def _packed(x: mx.array) -> mx.array:

@@ -32,9 +32,7 @@ Divergence = Callable[[mx.array, mx.array], mx.array]
 """Log-probabilities [..., V] of p and of q -> a number [...] for each position."""
 
 
-def forward_kl(
-    target_logprobs: Logprobs, draft_logprobs: Logprobs
-) -> Float[mx.array, "*n"]:
+def forward_kl(target_logprobs: Logprobs, draft_logprobs: Logprobs) -> Float[mx.array, "*n"]:
     """KL(p || q), in nats: q has to cover all that p does. Teaches fast, and is the default."""
     probs = mx.exp(target_logprobs)
     # finite gradients too
@@ -42,9 +40,7 @@ def forward_kl(
     return mx.sum(probs * logs, axis=-1)
 
 
-def total_variation(
-    target_logprobs: Logprobs, draft_logprobs: Logprobs
-) -> Float[mx.array, "*n"]:
+def total_variation(target_logprobs: Logprobs, draft_logprobs: Logprobs) -> Float[mx.array, "*n"]:
     """Half of sum(|p - q|): the chance of a rejection (Leviathan et al. 2023, corollary 3.6)."""
     difference = mx.exp(target_logprobs) - mx.exp(draft_logprobs)
     return 0.5 * mx.sum(mx.abs(difference), axis=-1)
@@ -104,9 +100,7 @@ def loss_and_gradients(
     return total, gradients
 
 
-def drafted(
-    trainee: Trainee, batch: Batch, most: int | None
-) -> tuple[mx.array, np.ndarray]:
+def drafted(trainee: Trainee, batch: Batch, most: int | None) -> tuple[mx.array, np.ndarray]:
     """States [k, n, D] of the first `most` draft positions at the n counted places.
 
     Also which of them exist, bool [k, n].
@@ -185,9 +179,7 @@ def fit(
     ) as bar:
         while done < total:
             batch = trained.batch(
-                batch_indices(
-                    progress.step, schedule.batch, len(trained), schedule.seed
-                )
+                batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
             )
             optimizer.learning_rate = rate(mx.array(done))
             most = 1 if trainee.is_recursive and done < ONE_STEP * total else None
@@ -195,9 +187,7 @@ def fit(
             progress.step += 1
             progress.tokens += int(batch.counted.sum())
             before, done = done, so_far()
-            bar.set_postfix(
-                loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False
-            )
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
             bar.update(min(done, total) - bar.n)
             if not is_told and done and seconds() > FIRST:
                 is_told, whole = True, total / done
@@ -228,11 +218,7 @@ def fit(
 
 
 def update(
-    trainee: Trainee,
-    optimizer: Any,
-    batch: Batch,
-    compare: Divergence,
-    most: int | None = None,
+    trainee: Trainee, optimizer: Any, batch: Batch, compare: Divergence, most: int | None = None
 ) -> float:
     """Change the weights once; the loss, or NaN where gradients are not finite and change none."""
     value, gradients = loss_and_gradients(trainee, batch, compare, most)
@@ -244,9 +230,7 @@ def update(
     return float(value.item())
 
 
-def within_memory(
-    trainee: Trainee, trained: FeatureStore, schedule: Updates
-) -> Updates:
+def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Updates) -> Updates:
     """The schedule, its updates lowered to the memory if it is for a time; else TrainingError."""
     first, further = memory_of_updates(trainee, trained, LOSSES[schedule.loss])
     there = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -257,9 +241,7 @@ def within_memory(
     if fits >= schedule.batch or (fits > 0 and schedule.minutes is not None):
         return replace(schedule, batch=min(fits, schedule.batch))
     lower = f"--batch to {fits}" if fits > 0 else "--window or --draft-vocab"
-    raise TrainingError(
-        f"{takes}, and {there / 1e9:.1f} GB may be used. Lower {lower}."
-    )
+    raise TrainingError(f"{takes}, and {there / 1e9:.1f} GB may be used. Lower {lower}.")
 
 
 def memory_of_updates(
@@ -273,9 +255,7 @@ def memory_of_updates(
         mx.reset_peak_memory()
         mx.eval(loss_and_gradients(trainee, batch, compare))
         peaks.append(mx.get_peak_memory())
-    weights = sum(
-        x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters())
-    )
+    weights = sum(x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters()))
     # AdamW notes as much as two of each
     return peaks[0] + 2 * weights, peaks[1] - peaks[0]
 
@@ -297,14 +277,10 @@ def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
     return rate
 
 
-def keep(
-    path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: Progress
-) -> None:
+def keep(path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: Progress) -> None:
     """Write what a training needs to go on."""
     parts: Any = {"weights": module.trainable_parameters(), "state": optimizer.state}
-    save_arrays(
-        path, dict(tree_flatten(parts)), {"progress": json.dumps(vars(progress))}
-    )
+    save_arrays(path, dict(tree_flatten(parts)), {"progress": json.dumps(vars(progress))})
 
 
 def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> Progress:
@@ -345,17 +321,10 @@ class Acceptance:
 def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
     """Acceptance on the first windows of a store."""
     runs: list[int] = []
-    for i in progress_bar(
-        range(min(most, len(store))), "measuring", leave=False, mininterval=1
-    ):
+    for i in progress_bar(range(min(most, len(store))), "measuring", leave=False, mininterval=1):
         batch = store.batch([i])
-        runs += accepted_in_a_row(
-            hits_of(trainee, batch), batch.answered[0], batch.counted[0]
-        )
-    kept = [
-        sum(run > i for run in runs) / max(1, len(runs))
-        for i in range(trainee.num_steps)
-    ]
+        runs += accepted_in_a_row(hits_of(trainee, batch), batch.answered[0], batch.counted[0])
+    kept = [sum(run > i for run in runs) / max(1, len(runs)) for i in range(trainee.num_steps)]
     return Acceptance(tuple(kept), len(runs))
 
 
@@ -375,9 +344,7 @@ def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
     return np.stack(hits * (trainee.num_steps if trainee.reads_text else 1))
 
 
-def accepted_in_a_row(
-    hits: np.ndarray, answered: np.ndarray, counted: np.ndarray
-) -> list[int]:
+def accepted_in_a_row(hits: np.ndarray, answered: np.ndarray, counted: np.ndarray) -> list[int]:
     """Tokens kept of each draft, for hits [k, window] and `Batch.answered`, `counted` [window]."""
     runs, place = [], 0
     while place < len(counted):

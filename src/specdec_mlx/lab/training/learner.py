@@ -27,23 +27,16 @@ class Learner:
     def drafter(self, target: Any, spec: str) -> Any:
         """The drafter of a spec for a target; raises as `learning_on`, ValueError for options."""
         if name_in(spec) != MODEL_DRAFTER:
-            return registry.make_drafter(
-                spec, draft_model=self.drafter(target, MODEL_DRAFTER)
-            )
+            return registry.make_drafter(spec, draft_model=self.drafter(target, MODEL_DRAFTER))
         if spec != MODEL_DRAFTER and is_head(self.folder):
-            raise ValueError(
-                f"Drafter {spec!r}: with --online a trained head takes no options."
-            )
+            raise ValueError(f"Drafter {spec!r}: with --online a trained head takes no options.")
         if self._latest is None or self._latest.trainer.target is not target:
             self.save()
             self._latest = learning_on(self.folder, target)
         latest = self._latest
         if not isinstance(latest, OnlineDraftModel):
             return latest
-        pair = {
-            "draft_model": latest.model,
-            "draft_tokenizer": latest.drafter.tokenizer,
-        }
+        pair = {"draft_model": latest.model, "draft_tokenizer": latest.drafter.tokenizer}
         chosen: Any = registry.make_drafter(spec, **pair)
         return latest.drafting_as(chosen)
 

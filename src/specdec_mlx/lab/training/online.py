@@ -57,9 +57,7 @@ class OnlineTrainer:
     under_way: sessions that have not ended, during which the weights stay, as cached keys need.
     """
 
-    def __init__(
-        self, trainee: Trainee, target: nn.Module, bounds: Bounds = Bounds()
-    ) -> None:
+    def __init__(self, trainee: Trainee, target: nn.Module, bounds: Bounds = Bounds()) -> None:
         self.trainee = trainee
         self.target = target
         self.bounds = bounds
@@ -87,9 +85,7 @@ class OnlineTrainer:
         self.has_new_text, losses = False, []
         for _ in range(self.bounds.updates if self.windows else 0):
             window = self.windows[int(self._rng.integers(len(self.windows)))]
-            batch = live_batch(
-                self.target, self.trainee.features.layers, mx.array(window)[None]
-            )
+            batch = live_batch(self.target, self.trainee.features.layers, mx.array(window)[None])
             losses.append(update(self.trainee, self._optimizer, batch, forward_kl))
         losses = [loss for loss in losses if not math.isnan(loss)]
         self.num_updates += len(losses)
@@ -113,9 +109,7 @@ class OnlineDrafter:
     def key(self) -> str:
         """The drafter's key, with its folder in place of its weights, which change."""
         content = fingerprint(self.drafter.model)
-        return (
-            f"Online({self.drafter.key.replace(content, str(self.folder.resolve()))})"
-        )
+        return f"Online({self.drafter.key.replace(content, str(self.folder.resolve()))})"
 
     @property
     def model(self) -> Any:
@@ -174,9 +168,7 @@ class OnlineDraftModel(OnlineDrafter):
         return replace(self, drafter=replace(drafter, tokenizers="same"))
 
 
-def learning_on(
-    folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()
-) -> OnlineDrafter:
+def learning_on(folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()) -> OnlineDrafter:
     """A drafter of a folder that `train` made for this target, which learns on while it is used.
 
     Raises TrainingError for what `train` did not make, or what cannot learn, ModelFolderError for a
@@ -192,25 +184,19 @@ def learning_on(
         )
     if stored["kind"] == "draft":
         drafts = ModelDrafter(*load_model(folder), tokenizers="same")
-        trainer = OnlineTrainer(
-            KINDS["draft"](Recipe(target, init=str(folder))), target, bounds
-        )
+        trainer = OnlineTrainer(KINDS["draft"](Recipe(target, init=str(folder))), target, bounds)
         return OnlineDraftModel(drafts, trainer, folder, stored["dtype"])
     recipe = Recipe(target, Size(**stored["size"]), stored["num_steps"])
     trainee = begun_with(str(folder), stored["kind"], recipe)
     head = HeadDrafter(trainee.module, name=str(folder))
-    return OnlineDrafter(
-        head, OnlineTrainer(trainee, target, bounds), folder, stored["dtype"]
-    )
+    return OnlineDrafter(head, OnlineTrainer(trainee, target, bounds), folder, stored["dtype"])
 
 
 def stored_plan(folder: Path) -> dict[str, Any]:
     """Settings of the training of a folder that can learn on; else raises TrainingError."""
     config, plan, name = folder / "config.json", folder / PLAN, str(folder)
     if not folder.is_dir() or Path(HF_HUB_CACHE).resolve() in folder.resolve().parents:
-        fault = (
-            "is no folder of yours to save it in, and the Hub's cache is left as it is"
-        )
+        fault = "is no folder of yours to save it in, and the Hub's cache is left as it is"
     elif config.is_file() and "quantization" in load_json(config):
         fault, name = "is quantized, and such weights cannot be trained", "ORIGINAL"
     elif not plan.is_file():

@@ -17,13 +17,7 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.training import features, texts
 from specdec_mlx.lab.training.features import FeatureStore
-from specdec_mlx.lab.training.fitting import (
-    CHECKPOINT,
-    Acceptance,
-    Updates,
-    fit,
-    within_memory,
-)
+from specdec_mlx.lab.training.fitting import CHECKPOINT, Acceptance, Updates, fit, within_memory
 from specdec_mlx.lab.training.trainees import KINDS, Recipe, Size, Trainee
 
 PLAN, REPORT = "plan.json", "training.json"
@@ -86,9 +80,7 @@ def train(
     features.begin_or_resume(out / PLAN, asdict(plan))
     if (out / REPORT).exists():
         return Acceptance(**features.load_json(out / REPORT)["acceptance"])
-    features.begin_or_resume(
-        work / "data.json", {"model": plan.model, **asdict(plan.data)}
-    )
+    features.begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
     clock = features.Clock(out / "seconds.json")
     path = work / "tokens.safetensors"
     if not path.exists():
@@ -128,9 +120,7 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     trained = texts.windows_of(data.texts, tokenizer, data.window, data.window)
     held_out = texts.windows_of(data.held_out, tokenizer, data.window, half)
     if not data.held_out:
-        trained, held_out = (
-            trained[rows] for rows in texts.split(len(trained), data.seed)
-        )
+        trained, held_out = (trained[rows] for rows in texts.split(len(trained), data.seed))
     if not len(trained) or not len(held_out):
         raise TrainingError(
             f"The texts are too short for a window of {data.window} tokens to train on and one "
@@ -145,9 +135,7 @@ def _of_prompts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The target's answers; those that are held out come first, and are greedy."""
     data, minutes = plan.data, plan.schedule.minutes
-    held_out, prompts = (
-        texts.read_prompts(x, tokenizer) for x in (data.held_out, data.prompts)
-    )
+    held_out, prompts = (texts.read_prompts(x, tokenizer) for x in (data.held_out, data.prompts))
     if not held_out:
         chosen, others = texts.split(len(prompts), data.seed)
         held_out, prompts = [prompts[i] for i in others], [prompts[i] for i in chosen]
@@ -180,9 +168,7 @@ def _of_prompts(
 def begun_with(folder: str, kind: str, recipe: Recipe) -> Trainee:
     """A head that begins as another; TrainingError for another kind, size or target."""
     loaded: Any = load_head(folder, recipe.target)
-    before = (
-        getattr(loaded, "head", None) or getattr(loaded, "exit", None) or nn.Module()
-    )
+    before = getattr(loaded, "head", None) or getattr(loaded, "exit", None) or nn.Module()
     vocabulary = getattr(before, "vocabulary", None)
     trainee = KINDS[kind](replace(recipe, vocabulary=vocabulary))
     try:

@@ -39,9 +39,7 @@ def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
     """
     for path in map(Path, paths):
         if path.suffix == ".jsonl":
-            yield from (
-                _document(where, line, tokenizer) for where, line in _lines(path)
-            )
+            yield from (_document(where, line, tokenizer) for where, line in _lines(path))
         else:
             with _readable(path):
                 text = read_text(path)
@@ -59,14 +57,10 @@ def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
         match line:
             case {"turns": [str(text), *_]} | {"prompt": str(text)} | str(text):
                 messages = [{"role": "user", "content": text}]
-            case {"messages": [*messages, {"role": "assistant"}] | [*messages]} if (
-                messages
-            ):
+            case {"messages": [*messages, {"role": "assistant"}] | [*messages]} if messages:
                 pass
             case _:
-                raise TrainingError(
-                    f"{where}: expected an object with turns, messages or prompt."
-                )
+                raise TrainingError(f"{where}: expected an object with turns, messages or prompt.")
         chat = tokenizer.has_chat_template
         prompts.append(encode(tokenizer, messages if chat else messages[-1]["content"]))
     return prompts
@@ -78,9 +72,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TrainingError(
-            f"There is no file {path}. Give texts that can be read."
-        ) from error
+        raise TrainingError(f"There is no file {path}. Give texts that can be read.") from error
     except ValueError as error:
         raise TrainingError(str(error)) from error
 
@@ -118,17 +110,13 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, verbose=False))  # no warning that it is long
 
 
-def windows_of(
-    paths: Sequence[str], tokenizer: Any, window: int, stride: int
-) -> np.ndarray:
+def windows_of(paths: Sequence[str], tokenizer: Any, window: int, stride: int) -> np.ndarray:
     """Windows of all documents, `stride` tokens apart, each document after an end-of-text token."""
     end, documents = tokenizer.eos_token_id, read_documents(paths, tokenizer)
     before = [] if end is None else [(end, 1)]
     stream = [pair for document in documents for pair in before + document]
     starts = range(0, len(stream) - window + 1, stride)
-    rows = np.array([stream[i : i + window] for i in starts], np.int32).reshape(
-        -1, window, 2
-    )
+    rows = np.array([stream[i : i + window] for i in starts], np.int32).reshape(-1, window, 2)
     return rows[rows[:, 1:, 1].any(axis=1)]
 
 

@@ -25,11 +25,7 @@ from specdec_mlx.drafters.heads.one_pass import Medusa
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.papers.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
-from specdec_mlx.lab.papers.parallel_sampling import (
-    LOOK_AHEAD,
-    LookAhead,
-    looking_ahead,
-)
+from specdec_mlx.lab.papers.parallel_sampling import LOOK_AHEAD, LookAhead, looking_ahead
 from specdec_mlx.lab.training.features import Batch, save_arrays, save_json
 from specdec_mlx.models.anatomy import Anatomy, Taps
 from specdec_mlx.models.loading import explained
@@ -279,11 +275,7 @@ def draft_model(recipe: Recipe) -> Trainee:
     def predictions(batch: Batch) -> Iterator[Prediction]:
         yield module(batch.tokens), 0  # logits, whose head may do more than multiply
 
-    own: Any = {
-        "reads_text": True,
-        "draft_logits": lambda logits: logits,
-        "tokenizer": tokenizer,
-    }
+    own: Any = {"reads_text": True, "draft_logits": lambda logits: logits, "tokenizer": tokenizer}
     return Trainee(module, ends, Features(), config, predictions, **own)
 
 
@@ -304,9 +296,7 @@ class StepCache:
     def __init__(self) -> None:
         self.steps: list[tuple[mx.array, mx.array]] = []
 
-    def update_and_fetch(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add those of a step; return those of all steps, the earlier first."""
         self.steps.append((keys, values))
         all_keys, all_values = (list(parts) for parts in zip(*self.steps, strict=True))

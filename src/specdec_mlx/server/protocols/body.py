@@ -9,9 +9,7 @@ from typing import Any
 
 from specdec_mlx.server.requests import BodyError, Object
 
-DEEPEST = (
-    128  # levels of a body: everything that walks it later may call itself as often
-)
+DEEPEST = 128  # levels of a body: everything that walks it later may call itself as often
 # Most values of a body. Each takes a hundred bytes in memory where it may take two in JSON.
 MOST_VALUES = 2**20
 SMALL = 2**20  # bytes of a body whose values need not be counted
@@ -77,10 +75,7 @@ def without_surrogates(value: Any) -> Any:
     if isinstance(value, list):
         return [*map(without_surrogates, value)]
     if isinstance(value, dict):
-        return {
-            without_surrogates(name): without_surrogates(each)
-            for name, each in value.items()
-        }
+        return {without_surrogates(name): without_surrogates(each) for name, each in value.items()}
     return value
 
 

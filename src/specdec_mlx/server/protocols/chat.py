@@ -116,9 +116,7 @@ class ChunkStream(Stream):
         if isinstance(event, Ended):
             self._ends[choice], reason = event, event.reason
             account = {"speculation": fields.speculation(event)}
-        yield self.chunk(
-            {"index": choice, **content, "finish_reason": reason}, **account
-        )
+        yield self.chunk({"index": choice, **content, "finish_reason": reason}, **account)
 
     @abstractmethod
     def content(self, choice: int, event: Event) -> Object | None:
@@ -232,9 +230,7 @@ class Chat(ChunkWire):
         fields.think(request, body.get("reasoning_effort"))
         if (role_mapping := body.get("role_mapping")) is not None:
             request.template["role_mapping"] = role_mapping
-        last = request.template.pop(
-            "continue_final_message", body.get("continue_final_message")
-        )
+        last = request.template.pop("continue_final_message", body.get("continue_final_message"))
         request.continues = bool(last)
         yield request
 

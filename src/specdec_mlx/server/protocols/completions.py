@@ -114,14 +114,10 @@ class Completions(ChunkWire):
     def prompts(self, request: TextRequest, body: Object) -> Iterator[TextRequest]:
         """A request for each prompt."""
         if body.get("suffix"):
-            raise RequestError(
-                "suffix: models here continue a text, and do not fill one in."
-            )
+            raise RequestError("suffix: models here continue a text, and do not fill one in.")
         count = body.get("n", 1)
         if body.get("best_of", count) != count:
-            raise RequestError(
-                "best_of: texts are not chosen among here. Ask for n of them."
-            )
+            raise RequestError("best_of: texts are not chosen among here. Ask for n of them.")
         request.echo = body.get("echo", False)
         for prompt in prompts_in(body.get("prompt")):
             yield replace(request, prompt=prompt)

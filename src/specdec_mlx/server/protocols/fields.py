@@ -94,9 +94,7 @@ def base(body: Object) -> TextRequest:
         seed=None if seed is None else seed % NUM_SEEDS,
         prediction=_prediction(given.get("prediction")),
         drafters=None if drafters is None else several(drafters),
-        num_draft_tokens=_length(
-            given.get("num_draft_tokens", given.get("draft_length"))
-        ),
+        num_draft_tokens=_length(given.get("num_draft_tokens", given.get("draft_length"))),
         rule=_rule(given.get("rule")),
         user=str(given.get("user") or ""),
     )
@@ -147,17 +145,13 @@ def grammar_in(wanted: Any) -> Grammar | None:
     if kind == "text":
         return None
     if kind not in ("json_object", "json_schema"):
-        raise RequestError(
-            "response_format: type must be text, json_object or json_schema."
-        )
+        raise RequestError("response_format: type must be text, json_object or json_schema.")
     holder = {"schema": {"type": "object"}, **wanted}
     if kind == "json_schema":
         holder = wanted.get("json_schema", wanted)
     schema = holder.get("schema") if isinstance(holder, dict) else None
     if not isinstance(schema, dict):
-        raise RequestError(
-            'response_format: expected {"json_schema": {"schema": {...}}}.'
-        )
+        raise RequestError('response_format: expected {"json_schema": {"schema": {...}}}.')
     return grammar_of(schema)
 
 
@@ -167,9 +161,7 @@ def number(kind: type, least: float = -inf, most: float = inf) -> Field:
     noun = "an int" if kind is int else "a number"
     bounds = "" if least == -inf else f" from {least}"
     bounds += (" on" if bounds else "") if most == inf else f" to {most}"
-    return (
-        lambda v: type(v) in kinds and abs(v) < inf and least <= v <= most
-    ), noun + bounds
+    return (lambda v: type(v) in kinds and abs(v) < inf and least <= v <= most), noun + bounds
 
 
 def _are_drafters(value: Any) -> bool:
@@ -201,10 +193,7 @@ FIELDS: dict[str, Field] = {
         ("logprobs", (_are_logprobs, number(int, 0, MOST_LOGPROBS)[1])),
         ("seed", (number(int)[0], "an int, -1 for none")),
         ("temperature", (lambda v: number(float)[0](v) and is_temp(v), TEMPS)),
-        (
-            "drafter",
-            (_are_drafters, f"a name or a list of at most {MOST_DRAFTERS} names"),
-        ),
+        ("drafter", (_are_drafters, f"a name or a list of at most {MOST_DRAFTERS} names")),
     )
     for name in names.split()
 }
@@ -229,9 +218,7 @@ def _penalties(given: Object) -> Object:
     bias = {}
     for token, value in given.get("logit_bias", {}).items():
         if not (token.isascii() and token.isdecimal() and number(float)[0](value)):
-            raise RequestError(
-                f"logit_bias: expected a number for token {token}, not {value!r}"
-            )
+            raise RequestError(f"logit_bias: expected a number for token {token}, not {value!r}")
         bias[int(token)] = float(value)
     return penalties | ({"logit_bias": bias} if bias else {})
 
@@ -284,10 +271,7 @@ def speculation(ended: Ended) -> Object:
 def usage(ends: Sequence[Ended], num_choices: int = 1) -> Object:
     """OpenAI's usage of all choices; the prompt of several is counted once."""
     prompts = ends[::num_choices]
-    prompt, written = (
-        sum(end.num_prompt for end in prompts),
-        sum(end.num_written for end in ends),
-    )
+    prompt, written = (sum(end.num_prompt for end in prompts), sum(end.num_written for end in ends))
     accounts = [speculation(end) for end in ends]
     whole = accounts[0]
     if len(ends) > 1:
@@ -297,9 +281,7 @@ def usage(ends: Sequence[Ended], num_choices: int = 1) -> Object:
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(end.num_cached for end in prompts)
-        },
+        "prompt_tokens_details": {"cached_tokens": sum(end.num_cached for end in prompts)},
         "completion_tokens_details": {
             "reasoning_tokens": sum(end.num_thought for end in ends),
             "accepted_prediction_tokens": sum(end.accepted for end in ends),
@@ -332,9 +314,7 @@ def words_of(error: Exception, status: HTTPStatus) -> str:
             words = "The server's log says why."
         words = f"{type(error).__name__}: {words}"
     home = os.path.expanduser("~")
-    return (words if len(home) < 2 else words.replace(home, "~"))[
-        :LONGEST_ANSWER
-    ]  # not of "/"
+    return (words if len(home) < 2 else words.replace(home, "~"))[:LONGEST_ANSWER]  # not of "/"
 
 
 def server_sent(data: Any, event: str | None = None) -> bytes:

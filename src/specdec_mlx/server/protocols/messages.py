@@ -237,9 +237,7 @@ class Messages(fields.ItemWire):
     def read(self, body: Object) -> Asked:
         """Check a body; raises RequestError."""
         if body.get("thread"):  # clients that are told so send the whole conversation
-            raise RequestError(
-                "thread: nothing is kept here. Send all messages again.", NO_THREADS
-            )
+            raise RequestError("thread: nothing is kept here. Send all messages again.", NO_THREADS)
         request = fields.base(body)
         turns = Turns()
         for block in parts_in(body.get("system"), "system"):
@@ -282,9 +280,7 @@ class Messages(fields.ItemWire):
         words = fields.words_of(error, status)
         # clients read it, and compact
         if isinstance(error, RequestError) and error.most:
-            words = (
-                f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
-            )
+            words = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
         said: Object = {"type": ERRORS.get(status, "invalid_request_error")}
         said["message"] = words
         if code := getattr(error, "code", None):

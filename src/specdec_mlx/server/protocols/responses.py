@@ -44,11 +44,7 @@ STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
 MORE_TOOLS = "additional_tools"  # an item of Codex's
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
-FREE = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-}
+FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 CALLS = {"function": "function_call", "custom": "custom_tool_call"}
 """Items of calls, by the type of their tool."""
 
@@ -111,9 +107,7 @@ GROWTH = {
     "function_call": Growth(
         "fc", "function_call_arguments", "arguments", {**STATUS, "arguments": ""}
     ),
-    "custom_tool_call": Growth(
-        "ctc", "custom_tool_call_input", "input", {**STATUS, "input": ""}
-    ),
+    "custom_tool_call": Growth("ctc", "custom_tool_call_input", "input", {**STATUS, "input": ""}),
 }
 
 
@@ -143,9 +137,7 @@ def _add(turns: Turns, item: Object) -> None:
             leave_out("item", kind)
 
 
-def _tools(
-    tools: Sequence[Any], offered: dict[str, Object], **space: str
-) -> Iterator[Object]:
+def _tools(tools: Sequence[Any], offered: dict[str, Object], **space: str) -> Iterator[Object]:
     """The tools that a client runs. All others are left out.
 
     offered: what the items of a tool's calls have, by its name. space: the namespace, if any.
@@ -169,18 +161,13 @@ def _described(tool: Object) -> str:
     words = str(tool.get("description") or "")
     if "definition" not in form:
         return words
-    return (
-        f"{words}\n\nThe input, in {form.get('syntax')} notation:\n{form['definition']}"
-    )
+    return f"{words}\n\nThe input, in {form.get('syntax')} notation:\n{form['definition']}"
 
 
 def _usage(ended: Ended) -> Object:
     return {
         "input_tokens": ended.num_prompt,
-        "input_tokens_details": {
-            "cached_tokens": ended.num_cached,
-            "cache_write_tokens": 0,
-        },
+        "input_tokens_details": {"cached_tokens": ended.num_cached, "cache_write_tokens": 0},
         "output_tokens": ended.num_written,
         "output_tokens_details": {"reasoning_tokens": ended.num_thought},
         "total_tokens": ended.num_prompt + ended.num_written,
@@ -252,9 +239,7 @@ class ResponseStream(fields.ItemStream):
         yield self._grown(f"{growth.told}.done", **done)
         if growth.part:
             yield self._grown(f"{growth.part}.done", part=self._holder)
-        if item["type"] == "reasoning" and ENCRYPTED in self.asked.body.get(
-            "include", ()
-        ):
+        if item["type"] == "reasoning" and ENCRYPTED in self.asked.body.get("include", ()):
             item["encrypted_content"] = b64encode(self.text.encode()).decode()
         if "status" in item:
             item["status"] = status
@@ -297,9 +282,7 @@ class ResponseStream(fields.ItemStream):
     def _event(self, kind: str, **more: Any) -> bytes:
         self._number += 1
         kind = f"response.{kind}"
-        return fields.server_sent(
-            {"type": kind, "sequence_number": self._number, **more}, kind
-        )
+        return fields.server_sent({"type": kind, "sequence_number": self._number, **more}, kind)
 
 
 def _free_text(arguments: str) -> str:
@@ -319,9 +302,7 @@ class Responses(fields.OpenAIWire, fields.ItemWire):
         """Check a body; raises RequestError."""
         for name in STATEFUL:
             if body.get(name):
-                raise RequestError(
-                    f"{name}: nothing is kept here. Send all of the input again."
-                )
+                raise RequestError(f"{name}: nothing is kept here. Send all of the input again.")
         request = fields.base(body)
         turns = Turns()
         if instructions := body.get("instructions"):
@@ -346,9 +327,7 @@ class Responses(fields.OpenAIWire, fields.ItemWire):
                 expect(tool, dict, "tool_choice: tools").get("name")
                 for tool in given(choice, "tools", list)
             ]
-            request.tools = [
-                tool for tool in request.tools if tool["function"]["name"] in names
-            ]
+            request.tools = [tool for tool in request.tools if tool["function"]["name"] in names]
             choice = choice.get("mode")
         request.tool_choice = tool_choice(choice, request.tools)
         form = given(given(body, "text", dict), "format", dict)

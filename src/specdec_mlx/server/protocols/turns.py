@@ -46,8 +46,7 @@ def parts_in(content: Any, where: str) -> list[Object]:
     if not isinstance(content, list):
         content = [] if content is None else [content]
     parts: list[Object] = [
-        {"type": "text", "text": part} if isinstance(part, str) else part
-        for part in content
+        {"type": "text", "text": part} if isinstance(part, str) else part for part in content
     ]
     for part in parts:
         expect(expect(part, dict, where).get("type"), str, f"{where}: type")
@@ -99,9 +98,7 @@ def tool_choice(choice: Any, tools: Sequence[Object]) -> str:
             return str(name)
         raise RequestError(f"tool_choice: there is no tool {name!r} among the tools.")
     if choice not in (AUTO, NONE, REQUIRED):
-        raise RequestError(
-            f"tool_choice must be auto, none, required or a tool, not {choice!r}"
-        )
+        raise RequestError(f"tool_choice must be auto, none, required or a tool, not {choice!r}")
     return str(choice)
 
 
@@ -140,9 +137,7 @@ class Turns:
     def answer(self, call_id: str, text: str) -> None:
         """What a called tool gave back."""
         named = {"name": self._names[call_id]} if call_id in self._names else {}
-        self.messages.append(
-            {"role": "tool", "tool_call_id": call_id, **named, "content": text}
-        )
+        self.messages.append({"role": "tool", "tool_call_id": call_id, **named, "content": text})
 
     def _turn(self, role: str) -> Object:
         if not self.messages or self.messages[-1]["role"] != role:

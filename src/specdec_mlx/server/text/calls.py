@@ -11,13 +11,7 @@ from uuid import uuid4
 import regex
 
 from specdec_mlx.server.forced import DEEPEST_SCHEMA
-from specdec_mlx.server.requests import (
-    CallArguments,
-    CallBegan,
-    CallBroken,
-    Event,
-    Object,
-)
+from specdec_mlx.server.requests import CallArguments, CallBegan, CallBroken, Event, Object
 
 NUM_ID = 9  # letters of a call's id: some chat templates refuse any other number
 
@@ -44,9 +38,7 @@ whole. Most calls that turn out to be none do so earlier, and are text."""
 
 SPACE, STRUCTURE = " \t\r\n", ' \t\r\n{}[],:"'
 ESCAPE = regex.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-SCALAR = regex.compile(
-    r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", regex.ASCII
-)
+SCALAR = regex.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", regex.ASCII)
 FOLLOWING = {
     "{": {"{": '"}', ",": '"', "key": ":", ":": '"{[0', "value": ",}"},
     "[": {"[": '"{[0]', ",": '"{[0', "value": ",]"},
@@ -145,8 +137,7 @@ class CallReader:
         self._parse = parse
         self._names = {tool["function"]["name"] for tool in tools}
         self._tools = [  # some parsers count on parameters
-            {**tool, "function": {"parameters": {}, **tool["function"]}}
-            for tool in tools
+            {**tool, "function": {"parameters": {}, **tool["function"]}} for tool in tools
         ]
         self.index, self._is_single = index, is_single
         self._text = mark  # since the last call that is whole
@@ -167,9 +158,7 @@ class CallReader:
         self._text += piece
         self._rest += piece
         events: list[Event] = []
-        while (
-            not self.is_full and not self.is_broken and (self._object or self._begins())
-        ):
+        while not self.is_full and not self.is_broken and (self._object or self._begins()):
             assert self._object is not None
             taken, self._rest = self._object.take(self._rest)
             self._held += taken
@@ -194,9 +183,7 @@ class CallReader:
             self.left = self._text
             return []
         events: list[Event] = []
-        for call_id, name, arguments in (
-            self._parsed()[self.num_whole :] if is_whole else ()
-        ):
+        for call_id, name, arguments in self._parsed()[self.num_whole :] if is_whole else ():
             if not self.is_full:
                 events.append(CallBegan(self.index, call_id, name, arguments))
                 self._finish_one()

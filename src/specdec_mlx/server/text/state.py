@@ -28,9 +28,7 @@ UNDECIDED = "undecided"
 """The part of a text that may begin with a thought, before its first tokens are there."""
 
 
-def _marks(
-    tokenizer: Any, has_calls: bool, is_plain: bool
-) -> dict[str, dict[str, str]]:
+def _marks(tokenizer: Any, has_calls: bool, is_plain: bool) -> dict[str, dict[str, str]]:
     """For each part of a text the marks that end it, and the part that comes after each."""
     marks: dict[str, dict[str, str]] = {ANSWER: {}, THOUGHT: {}, CALL: {}}
     if not is_plain:
@@ -118,13 +116,9 @@ class TextState:
         elif is_plain:
             self._begin_answer()
         else:
-            self._part = (
-                THOUGHT if in_thought else tokenizer.response_initial_state or ANSWER
-            )
+            self._part = THOUGHT if in_thought else tokenizer.response_initial_state or ANSWER
 
-    def add(
-        self, token: int, logprobs: mx.array | None, from_draft: bool
-    ) -> list[Event]:
+    def add(self, token: int, logprobs: mx.array | None, from_draft: bool) -> list[Event]:
         """The events of the next token. logprobs: [V], of its position."""
         if self.ended is not None:
             return []
@@ -189,9 +183,7 @@ class TextState:
         request, end = self._request, list(prompt[-NUM_BEFORE:])
         is_completion = request.messages is None
         goes_on = request.continues or request.echo
-        if not goes_on and not (
-            is_completion and self._tokenizer.decode(end).endswith("\n")
-        ):
+        if not goes_on and not (is_completion and self._tokenizer.decode(end).endswith("\n")):
             return 0
         for token in end:
             self._detokenizer.add_token(token)
@@ -292,11 +284,7 @@ class TextState:
         text, self._blank = self._blank, None
         if not text or self._is_forced:
             return []
-        return [
-            Said(
-                text, logprobs=self._logprobs.take(self._place - len(text), self._place)
-            )
-        ]
+        return [Said(text, logprobs=self._logprobs.take(self._place - len(text), self._place))]
 
     def _begin_call(self, mark: str) -> None:
         is_single = not (self._request.parallel_calls and mark)
@@ -316,9 +304,7 @@ class TextState:
         self._num_begun = call.index
         if call.is_full:
             self._is_cut, self.ended = True, "tool_calls"
-        if call.is_broken and (
-            seen := self._logprobs.take(self._call_place, self._place)
-        ):
+        if call.is_broken and (seen := self._logprobs.take(self._call_place, self._place)):
             events.append(Said("", logprobs=seen))
         is_call = call.num_whole or call.is_broken
         if is_call and self._part_before_call == THOUGHT:
