@@ -38,7 +38,7 @@ from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.policy import DraftLength, Fixed
 from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.exactness.features import FeatureFeed
-from specdec_mlx.models.loading import PerModel
+from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import noise_of
 from specdec_mlx.sampling import Noise
 from specdec_mlx.target import check_draft
@@ -116,20 +116,6 @@ class Ranks:
             received = mx.distributed.all_sum(sent, group=self.group)
             mx.async_eval(received)
         return received
-
-
-def _group_of(model: nn.Module) -> mx.distributed.Group | None:
-    for module in model.modules():
-        for group in (getattr(module, "group", None), getattr(module, "sharding_group", None)):
-            if isinstance(group, mx.distributed.Group) and group.size() > 1:
-                return group
-        if getattr(module, "pipeline_size", 1) > 1:
-            return mx.distributed.init()
-    return None
-
-
-group_of: Any = PerModel(_group_of)
-"""The ranks that a tensor-parallel or pipelined model is spread over; None if whole on each."""
 
 
 def ranks_of(model: nn.Module, stream: Any) -> Ranks | None:

@@ -23,7 +23,7 @@ from specdec_mlx.caches import Rollback, leaves_of, wait_for, window_of
 from specdec_mlx.exactness.recurrent_states import in_steps, recurrent_states_of, ways_back
 from specdec_mlx.exactness.rounding import is_rounding
 from specdec_mlx.exactness.side_by_side import LOGITS, Run, SinglePasses, largest_difference
-from specdec_mlx.models.anatomy import anatomy_of
+from specdec_mlx.models.anatomy import anatomy_of, group_of
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.trees.passes import (
     TreeLayout,
@@ -389,6 +389,10 @@ def _report(passes: SinglePasses, wide: Run, width: int, context: int) -> WidthR
     report = _of_logits(wide(), passes.joined(width)[LOGITS][0], context)
     if report.bitwise:
         return report
+    if group_of(passes.model) is not None:
+        # each rank has a part of the rows, and all have to run the same passes: logits decide
+        is_right = is_rounding(passes.model, report.max_difference, report.spread)
+        return replace(report, fault="" if is_right else "its logits")
     off = passes.off(wide, width)
     # where rows are not alike, four modules of about ten in a layer show it, else attention alone
     num_off = sum(any(rows) for rows in off.values())

@@ -437,3 +437,17 @@ def check_readable(caches: Sequence[Any], index: int) -> Any:
 
 vocab_size_of = PerModel(lambda model: anatomy_of(model).vocab_size)
 """V of a loaded model: how wide its logits are."""
+
+
+def _group_of(model: nn.Module) -> mx.distributed.Group | None:
+    for module in model.modules():
+        for group in (getattr(module, "group", None), getattr(module, "sharding_group", None)):
+            if isinstance(group, mx.distributed.Group) and group.size() > 1:
+                return group
+        if getattr(module, "pipeline_size", 1) > 1:
+            return mx.distributed.init()
+    return None
+
+
+group_of: Any = PerModel(_group_of)
+"""The ranks that a tensor-parallel or pipelined model is spread over; None if whole on each."""

@@ -33,8 +33,8 @@ from specdec_mlx.lab.training.features import live_batch, load_json
 from specdec_mlx.lab.training.fitting import forward_kl, update
 from specdec_mlx.lab.training.run import PLAN, begun_with
 from specdec_mlx.lab.training.trainees import KINDS, Recipe, Size, Trainee
+from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.ranks import group_of
 
 SHORTEST = 8  # tokens of a text from which something can be learnt
 
