@@ -24,8 +24,7 @@ from specdec_mlx.token_ids import to_ids
 EMPTY = -1  # position of a slot that holds nothing of its row's text
 
 
-# slots beyond those of the fullest row from which on the empty ones are dropped
-MOST_EMPTY = 64
+MOST_EMPTY = 64  # slots beyond those of the fullest row from which on the empty ones are dropped
 
 
 @dataclass

@@ -636,12 +636,8 @@ class Target(Protocol):
         """Rows of the latest `feed`, and its number of positions."""
 
 
-# rows that a session reads after the first token; 16 kB each, if large
-# from so many on they are read for keys and values alone
-MOST_WAITING = 2048
-
-
-MANY_WAITING = MOST_WAITING // 8
+MOST_WAITING = 2048  # rows that a session reads after the first token; 16 kB each, if large
+MANY_WAITING = MOST_WAITING // 8  # from so many on, rows are read for keys and values alone
 
 
 @runtime_checkable

@@ -44,8 +44,7 @@ from specdec_mlx.sampling import Noise
 from specdec_mlx.target import check_draft
 from specdec_mlx.token_ids import to_list
 
-# longest draft of a generation on several ranks; its message has room for them
-MOST_TOKENS = 64
+MOST_TOKENS = 64  # longest draft of a generation on several ranks; its message has room for them
 
 
 class State(IntEnum):

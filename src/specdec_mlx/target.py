@@ -254,8 +254,7 @@ NOT_FINITE = (
 )
 
 
-# most that a draft's distribution may be off from summing to 1, in float32
-MASS_TOLERANCE = 1e-3
+MASS_TOLERANCE = 1e-3  # most that a draft's distribution may be off from summing to 1, in float32
 
 
 @dataclass

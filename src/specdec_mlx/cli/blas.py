@@ -17,8 +17,7 @@ WHEEL, LIBRARY = "cmeel-openblas", "cmeel.prefix/lib/libopenblas.so.0"
 BACKEND, FORTRAN = "mlx-cpu", "mlx_cpu.libs/libgfortran-*.so.5*"
 PRELOADED, THREADS, MOST_THREADS = "SPECDEC_MLX_PRELOADED", "OPENBLAS_NUM_THREADS", 8
 
-# the library of MLX's Linux wheel, and any that is not known
-REFERENCE_BLAS = "reference BLAS"
+REFERENCE_BLAS = "reference BLAS"  # the library of MLX's Linux wheel, and any that is not known
 KNOWN_BLAS = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
 
 

@@ -23,22 +23,17 @@ WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
 NUM_SAMPLES = 7  # measurements that count: other programs use the machine too
-# plain rounds that a pace is the median of, and rounds in succession
-# that contradict what was measured, until they are believed
-# times that a plain round differs from the ones before if the pace has changed
-# rounds after which a measurement of the least recently used width is dropped
-# of the widest pass at first: MLX's kernels for few rows take 5 at once
-# bound of a width's first excess over one row, in the prior's: kernels compile
-# bound of a draft step's cost, in plain rounds: none pays above it
+# plain rounds that a pace is the median of, and rounds in succession that contradict what was
+# measured, until they are believed
 NUM_PLAIN = NUM_SAMPLES // 2
-MOVED = 1.7
-EXPIRES = 256
-FIRST_ROWS = WIDTHS[3]
+MOVED = 1.7  # times that a plain round differs from the rounds before if the pace has changed
+EXPIRES = 256  # rounds after which a measurement of the least recently used width is dropped
+FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
+# bound of a width's first excess over one row, in excesses of the prior: kernels are compiled then
 FIRST_EXCESS = 3.0
-MOST_EXPENSIVE = 1.5
+MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: no draft pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
-# times that two measurements differ at most if no third is needed
-AGREE = MOVED ** (1 / 3)
+AGREE = MOVED ** (1 / 3)  # times that two measurements differ at most if no third is needed
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
 new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 

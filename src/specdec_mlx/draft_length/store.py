@@ -23,11 +23,9 @@ from specdec_mlx.draft_length.costs import MILDEST, WIDTHS, CostModel, Curve, St
 from specdec_mlx.files import cache_root, read_text, replacing
 from specdec_mlx.models.loading import PerModel
 
-# of a drafter that costs time at first, in plain rounds; gains double it at most
-BUDGET = 2.0
+BUDGET = 2.0  # of a drafter that costs time at first, in plain rounds; gains double it at most
 EXPLORATION = 0.01  # share of the time that finding out may take, besides
-# positions below which contexts are of one class; then one a doubling
-SHORT_CONTEXT = 2048
+SHORT_CONTEXT = 2048  # positions below which contexts are of one class; then one a doubling
 
 
 @dataclass

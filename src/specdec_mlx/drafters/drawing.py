@@ -23,8 +23,7 @@ NextLogits = Callable[[mx.array | None], mx.array]
 DRAWN_AT_ONCE = 4
 """Tokens of a draft whose noise is drawn together, where the draft's length is not known yet."""
 
-# chance that a draft goes on after its first token: as in a draft of four tokens
-GOES_ON = 0.75
+GOES_ON = 0.75  # chance that a draft goes on after its first token: as in a draft of four tokens
 
 
 class ChainDraws:

@@ -14,8 +14,7 @@ from mlx.utils import tree_flatten
 
 from specdec_mlx.models.loading import PerModel
 
-# values read of each parameter: enough to tell fine-tuned models from each other
-NUM_SAMPLES = 4
+NUM_SAMPLES = 4  # values read of each parameter: enough to tell fine-tuned models from each other
 
 
 @PerModel

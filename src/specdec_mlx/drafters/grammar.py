@@ -30,8 +30,7 @@ Kind = Literal["json_schema", "regex", "lark"]
 JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """How JSON is written: on one line, like `json.dumps`, so that all of its structure is forced."""
 
-# evidence for a forced token: as much as for the longest match of a look-up
-FORCED = 64
+FORCED = 64  # evidence for a forced token: as much as for the longest match of a look-up
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Literal
 from specdec_mlx.arguments import require, require_cap
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
 
-# longest match that is measured, in tokens; confidence has saturated long before
-MAX_MATCH = 64
+MAX_MATCH = 64  # longest match that is measured, in tokens; confidence has saturated long before
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ MOST_OPEN = 64
 """Tokens that are encoded again in each round, at most; the start of a word ends them sooner."""
 
 CONTEXT = 8  # tokens of the target before a draft that are encoded together with it
-# draft tokens in one of the target's from which a draft often ends inside of one
-SHORTER = 1.25
+SHORTER = 1.25  # draft tokens in one of the target's from which a draft often ends inside of one
 
 
 class DraftText:

@@ -21,8 +21,7 @@ from specdec_mlx.memory.index import Context, ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
 
 LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
-# tokens before a short match; each that stands there too doubles the weight
-SURROUNDINGS = 12
+SURROUNDINGS = 12  # tokens before a short match; each that stands there too doubles the weight
 CLEAR_MATCH = 3  # from this length on a match's surroundings have no weight
 MOST_PATHS = 12  # voters that are followed beyond the first token, the weightiest ones
 
@@ -108,12 +107,9 @@ def _same(match: int, share: float, num_places: int) -> Evidence:
     return Evidence(match, share_class(share), places_class(num_places))
 
 
-# places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass
-# of those, the ones that match shorter than the longest; 8 gain nothing
-# by how many tokens a match may be shorter than the longest one and still vote
-MOST_PLACES = 24
-FEWER_PLACES = 4
-WITHIN = 1
+MOST_PLACES = 24  # places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass
+FEWER_PLACES = 4  # of those places, the ones that match shorter than the longest; 8 gain nothing
+WITHIN = 1  # tokens by which a match may be shorter than the longest match and still vote
 MEMORY_WEIGHT = 0.3  # of a place in a memory, to one of equal match in the text itself
 
 

@@ -50,8 +50,7 @@ CONTEXT = 12
 STEP = 2048
 
 
-# positions before one at which a model may change, from which on that is measured
-MARGIN = 32
+MARGIN = 32  # positions before one at which a model may change, from which on that is measured
 
 
 BOUNDARY = re.compile(r"(?:max_position|attention_chunk|floor_scale)\w*'?[=:] ?(\d+)")

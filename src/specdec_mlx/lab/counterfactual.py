@@ -51,8 +51,7 @@ from specdec_mlx.rules import (
 from specdec_mlx.token_ids import to_ids
 
 Z = 1.959964  # Half-width of a 95% interval, in standard errors
-# rules that decide token by token
-BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")
+BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")  # rules that decide token by token
 BY_ROUND = ("block", *BY_TOKEN)
 COLUMNS = 2 * len(BY_TOKEN) + 1
 

@@ -21,17 +21,14 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.files import cache_root
 
-# kinds of heads that were trained for the target
-HEADS = ("mtp", "eagle3", "medusa", "exit")
+HEADS = ("mtp", "eagle3", "medusa", "exit")  # kinds of heads that were trained for the target
 PACKED = Path(__file__).parent
 WEIGHTS = "model.safetensors"
 HELD_OUT = ("binary", "booleans", "calls", "global", "objects", "power", "return", "slicings")
 """Topics that are never trained on, about a twentieth of the text; nothing else quotes them."""
 OPENING_LENGTH = 400  # characters of a held-out topic that make a prompt
-# characters from which a repeated paragraph counts as a quotation: a heuristic
-# ends the name of a matrix's scales: a weight is an int8 times its row's
-SHORTEST_QUOTE = 60
-SCALE = ".row_scale"
+SHORTEST_QUOTE = 60  # characters from which a repeated paragraph counts as a quotation: a heuristic
+SCALE = ".row_scale"  # ends the name of a matrix's scales: a weight is an int8 times its row's
 
 
 class Pair(NamedTuple):

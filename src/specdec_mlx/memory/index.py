@@ -18,10 +18,8 @@ MAX_TOKEN = 2**BITS - 3  # largest token id
 KNOWN = 12  # tokens in a key
 NEAREST = BITS * (KNOWN - 1)  # shift of the nearest token in a key
 
-# tokens of the longest match that is measured: what agrees so long goes on so
-# places that are measured where whole keys agree, the latest; more change nothing
-MAX_MATCH = 64
-MOST_DEEP = 8
+MAX_MATCH = 64  # tokens of the longest match that is measured: texts that agree so long go on so
+MOST_DEEP = 8  # places that are measured where whole keys agree, the latest; more change nothing
 
 # the length of a match, in tokens, and places that match so long
 Ring = tuple[int, Sequence[int]]

@@ -20,8 +20,7 @@ from specdec_mlx.memory import file
 from specdec_mlx.memory.file import Integers, check_folder_of, locked
 from specdec_mlx.models.loading import PerModel
 
-# seconds between two savings of an opened file: what a killed process loses
-SAVE_EVERY = 60.0
+SAVE_EVERY = 60.0  # seconds between two savings of an opened file: what a killed process loses
 
 
 K = TypeVar("K", bound="KeptFile")

@@ -21,8 +21,7 @@ from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import KeptFile, opened
 from specdec_mlx.progress import progress_bar
 
-# beside hidden ones
-SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}  # beside hidden ones
 LARGEST_FILE = 2_000_000  # bytes; larger ones are data rather than something written
 LOOKED_AT = 8192  # bytes in which a zero means that a file is no text
 
@@ -69,10 +68,8 @@ def tokens_of(name: str, tokenizer: Any) -> list[int] | None:
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-# token and place, 4 bytes each, and a key of 64 with its address of 8
-# tokens up to which an index is sorted anew for every text that joins it: 6 ms
-BYTES_PER_TOKEN = 80
-YOUNG = 8192
+BYTES_PER_TOKEN = 80  # token and place, 4 bytes each, and a key of 64 with its address of 8
+YOUNG = 8192  # tokens up to which an index is sorted anew for every text that joins it: 6 ms
 KEPT = 15 / 16  # of the bound, when the oldest texts went: not every text is to evict
 
 

@@ -14,8 +14,7 @@ from specdec_mlx.server.requests import Said, TokenLogprob
 from specdec_mlx.server.text.logprobs import token_bytes, token_logprob
 from specdec_mlx.server.under_way import AskedText
 
-# positions of one pass: each has a row of logits, as large as the vocabulary
-MOST_ROWS = 128
+MOST_ROWS = 128  # positions of one pass: each has a row of logits, as large as the vocabulary
 
 
 def echo(text: AskedText, step_size: int) -> Said:

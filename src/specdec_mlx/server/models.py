@@ -50,8 +50,7 @@ from specdec_mlx.server.pictures import Sight
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 
-# users or keys whose memories are kept; the least recently used are forgotten
-MOST_MEMORIES = 64
+MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
 
 # Names of the most positions of a text in configurations
 POSITIONS = (

@@ -23,8 +23,7 @@ from specdec_mlx.server.pictures import SeenPrompt, Sight, named_only
 from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
-# tokens of a template's end in which a thought may begin, as in mlx-lm's server
-LONGEST_TAIL = 11
+LONGEST_TAIL = 11  # tokens of a template's end in which a thought may begin, as in mlx-lm's server
 
 # Characters of a text that are tokenized at a time where its length is only estimated. In each such
 # piece `JOINT` tokens may be due to the cuts, which split words.

@@ -9,8 +9,7 @@ import mlx.core as mx
 
 T = TypeVar("T")
 
-# seconds after which the first rank tells the others that nobody has come
-PATIENCE = 0.1
+PATIENCE = 0.1  # seconds after which the first rank tells the others that nobody has come
 
 
 class ServerRanks:

@@ -29,8 +29,7 @@ from specdec_mlx.models.loading import is_offline
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-# if there is no index, the first
-SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")
+SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # if there is no index, the first
 TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
 # where conversions for MLX keep a model's prediction layer, apart from its own tensors
 BESIDE = (
@@ -38,8 +37,7 @@ BESIDE = (
     *("mtp/model.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"),
     "mtp-drafter/model.safetensors",
 )
-# of compressed-tensors, GPTQ
-FOREIGN = re.compile(r"\.(weight_scale|weight_packed|qweight)$")
+FOREIGN = re.compile(r"\.(weight_scale|weight_packed|qweight)$")  # of compressed-tensors, GPTQ
 
 
 class HeadFiles:

@@ -50,8 +50,7 @@ Tensors = dict[str, mx.array]
 IGNORED = re.compile(
     r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)"
 )  # tensors that are not needed
-# copies of the target's ends
-SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")
+SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
 """Most tokens by which vocabularies differ through padding, and most layers or attention heads."""

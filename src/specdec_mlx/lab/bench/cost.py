@@ -24,8 +24,7 @@ from specdec_mlx.sampling import Noise
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"
 NUM_CACHED = 256
-# seconds of c(1) where only ratios are known; of a small model on a laptop
-RELATIVE_UNIT = 0.02
+RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small model on a laptop
 
 
 @dataclass(frozen=True)

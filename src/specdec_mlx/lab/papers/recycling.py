@@ -29,8 +29,7 @@ from specdec_mlx.memory.store import Memory
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from
-# A successor that came first so many times in a row is as sure as it gets
-MOST_STEADY = 16
+MOST_STEADY = 16  # A successor that came first so many times in a row is as sure as it gets
 
 
 @dataclass(slots=True)

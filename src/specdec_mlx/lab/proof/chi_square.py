@@ -14,8 +14,7 @@ Counts = NDArray[np.float64]
 FALSE_ALARM = 5e-5
 """Chance that one of the check's two chi-square tests fails while nothing is wrong."""
 
-# false alarms of conformance tests; with fixed seeds one fails always or never
-RARE_ALARM = 1e-6
+RARE_ALARM = 1e-6  # false alarms of conformance tests; with fixed seeds one fails always or never
 LEAST_EXPECTED = 8.0  # expected count below which cells are joined
 
 

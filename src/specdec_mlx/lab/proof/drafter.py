@@ -46,8 +46,7 @@ SAMPLINGS = (GREEDY, AT_ONE, None)
 TOLERANCE = 1e-3  # largest error of a probability: float32
 
 NUM_SESSIONS = 4  # generations at once
-# tokens after which memory is read, and again at three times as many
-MEMORY_TOKENS = 1500
+MEMORY_TOKENS = 1500  # tokens after which memory is read, and again at three times as many
 
 MEMORY_GROWTH = 4.0
 """Memory limit of the later tokens, twice as many, over that of the first; quadratic growth: 8."""

@@ -24,8 +24,7 @@ from specdec_mlx.lab.training.features import Batch, Clock, FeatureStore, save_a
 from specdec_mlx.lab.training.trainees import Trainee
 from specdec_mlx.progress import progress_bar
 
-# weight of a draft's position relative to the one before: later ones matter less
-DECAY = 0.8
+DECAY = 0.8  # weight of a draft's position relative to the one before: later ones matter less
 
 Logprobs = Float[mx.array, "*n vocab"]
 Divergence = Callable[[mx.array, mx.array], mx.array]
@@ -119,8 +118,7 @@ MEMORY_SHARE = 0.75  # part of the machine's memory that a training may take
 CHECKPOINT = "checkpoint.safetensors"
 SECONDS = 120.0  # between two checkpoints
 ONE_STEP = 0.8  # share of a training in which a head drafts one token from each place
-# overfitting: so many times as much kept on texts that it is trained on as on others
-MUCH = 1.5
+MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
 MEASUREMENTS = 8  # on held-out text, in a training
 FIRST = 60.0  # seconds of updates after which the rest is estimated
 

@@ -23,8 +23,7 @@ from specdec_mlx.files import json_lines, read_text, text_lines
 from specdec_mlx.generation import encode
 from specdec_mlx.progress import progress_bar
 
-# part of the windows, or of the prompts, that is held out by default
-HELD_OUT_SHARE = 0.05
+HELD_OUT_SHARE = 0.05  # part of the windows, or of the prompts, that is held out by default
 ROWS = 32  # answers that are written side by side
 # round, index of the prompt, and temperature; 0 is greedy
 Turn = tuple[int, int, float]

@@ -36,19 +36,16 @@ LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}
 LLAMA |= {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
 MTP_TYPE = "llama_mtp"
 MEDUSA_NAMES = {r"^blocks\.(\d+)\.(\d+)\.": r"\1.\2.linear."}
-# most tokens that an EAGLE-3 head proposes by default, as in published heads
-DRAFT_VOCAB = 32_000
+DRAFT_VOCAB = 32_000  # most tokens that an EAGLE-3 head proposes by default, as in published heads
 HEAD_DIM = 64  # default width of an attention head
 AT_ONCE = 2**22  # logits that are made at a time, 16 MB for each position of a draft
-# positions of an exit's convolution; the first layers read the text before them
-EXIT_WINDOW = 8
+EXIT_WINDOW = 8  # positions of an exit's convolution; the first layers read the text before them
 
 Prediction = tuple[mx.array, int]
 """States [batch, n, D] for one position of many drafts, and the place in the window of the first:
 row i is compared with the target's logits at first + i."""
 
-# in a file
-TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}  # in a file
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,11 @@ Field = tuple[Callable[[Any], bool], str]
 
 NUM_SEEDS = 2**64  # MLX takes seeds of 64 bits
 MOST_CHOICES = 32  # most choices of one request: each is a row of a batch
-# most drafters tried in order by one request: all of them read the prompt
-# longest draft of a request: each token of it is a position in a pass
-MOST_DRAFTERS = 8
-LONGEST_DRAFT = 64
+MOST_DRAFTERS = 8  # most drafters tried in order by one request: all of them read the prompt
+LONGEST_DRAFT = 64  # longest draft of a request: each token of it is a position in a pass
 MOST_LOGPROBS = 20  # most alternatives that are reported beside a token, as OpenAI does
 
-# most characters of an error's message: some repeat what the client sent
-LONGEST_ANSWER = 1000
+LONGEST_ANSWER = 1000  # most characters of an error's message: some repeat what the client sent
 LEAST_LOGPROB = -9999.0  # said for a token that cannot be drawn; JSON has no infinity
 
 PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"

@@ -44,8 +44,7 @@ from specdec_mlx.server.requests import (
     TokenLogprob,
 )
 
-# differs by conversation, and says nothing to a model
-BILLING = "x-anthropic-billing-header:"
+BILLING = "x-anthropic-billing-header:"  # differs by conversation, and says nothing to a model
 NO_THREADS = "thread_unsupported_request"  # the protocol's name for it
 SIGNATURE = "bG9jYWw="  # of thoughts: clients send back only those that have one
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
