@@ -20,7 +20,7 @@ from specdec_mlx.draft_length.store import EXPLORATION, Learned
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
 LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
-# recent acceptance from which on a look-up is asked for long drafts, and a model is asked again soon
+# recent acceptance from which on a look-up is asked for long drafts, and a model soon again
 PREDICTABLE = 0.4
 PAUSE = 8  # rounds without asking a drafter that costs time, after a round in which it did not pay
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
