@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -25,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -142,21 +141,17 @@ def send(port: int, body: bytes) -> str:
         connection.close()
 
 
-def send_endlessly(port: int) -> str:
-    """Status of the reply to a body that goes on until the server hangs up."""
-    with socket.create_connection(("127.0.0.1", port)) as connection:
+def send_endlessly(port: int, end: float) -> str:
+    """Send a body that goes on until the server hangs up, or until a time."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         connection.sendall(head.encode())
-        chunk, status = b"100000\r\n" + b" " * 2**20 + b"\r\n", b""
-        connection.settimeout(0.0001)
-        with suppress(ConnectionError):
-            while True:
-                connection.setblocking(True)
+        chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+        with suppress(OSError):
+            while time.monotonic() < end:
                 connection.sendall(chunk)
-                connection.settimeout(0.0001)
-                with suppress(TimeoutError):
-                    status = status or connection.recv(100)
-        return status.split(b" ")[1].decode() if status else "none"
+            return "unfinished"
+        return "closed"
 
 
 def bodies(seconds: float, num_positions: int) -> None:
@@ -165,82 +160,92 @@ def bodies(seconds: float, num_positions: int) -> None:
         model = write_model(Path(place) / "model", SIZE, num_positions)
         with serving(model) as (port, server):
             memory = psutil.Process(server.pid)
-            print(f"| bodies, {seconds:.0f} s each | statuses | seconds each | pace | memory |")
-            print("|---|---|---|---|---|")
+            print(f"| bodies, {PHASES} times {seconds:.0f} s | statuses | pace | memory |")
+            print("|---|---|---|---|")
             for name in (*BODIES, ENDLESS):
-                body = BODIES[name]() if name in BODIES else b""
-                ask = (lambda: send(port, body)) if body else (lambda: send_endlessly(port))  # noqa: B023
-                statuses, ratios, spent = list[str](), list[float](), 0.0
-                with streaming(port) as stream:
-                    rss, most = memory.memory_info().rss, [0]
+                num_bytes = len(BODIES[name]()) if name in BODIES else 0
+                statuses, ratios = set[str](), list[float]()
+                with streaming(port) as stream, closing(Pieces(stream)) as pieces:
+                    rss = most = memory.memory_info().rss
                     for _ in range(PHASES):
-                        alone = pace(stream, seconds)
-                        with watched(memory, most), sending(ask, statuses):
-                            begun = time.monotonic()
-                            ratios.append(pace(stream, seconds) / alone)
-                        spent += time.monotonic() - begun
-                each, ratio = spent / max(1, len(statuses)), median(ratios)
-                grown = max(0, most[0] - rss)
-                words = f"{grown / MB:.0f} MB"
-                if len(body) >= MB:
-                    words += f", {grown / len(body):.2f} of the body"
-                kinds = ", ".join(sorted(set(statuses)))
-                print(
-                    f"| {name} | {kinds} | {each:.2f} | {ratio:.2f} | {words} |",
-                    flush=True,
-                )
+                        before = pieces.rate(seconds / 2)
+                        with Sender(port, name, seconds) as sender:
+                            begun, first = time.monotonic(), pieces.number
+                            while sender.process.poll() is None:
+                                most = max(most, memory.memory_info().rss)
+                                time.sleep(0.01)
+                            beside = (pieces.number - first) / (time.monotonic() - begun)
+                            statuses |= set(sender.replies())
+                        # a stream slows down as its context grows
+                        ratios.append(2 * beside / (before + pieces.rate(seconds / 2)))
+                words = f"{(most - rss) / MB:.0f} MB"
+                if num_bytes >= MB:
+                    words += f", {(most - rss) / num_bytes:.2f} of the body"
+                kinds = ", ".join(sorted(statuses))
+                print(f"| {name} | {kinds} | {median(ratios):.2f} | {words} |", flush=True)
 
 
-def pace(stream: socket.socket, seconds: float) -> float:
-    """Pieces of a stream in a second."""
-    received, begun = 0, time.monotonic()
-    while (spent := time.monotonic() - begun) < seconds:
-        received += stream.recv(2**16).count(b"data: ")
-    return received / spent
+class Pieces:
+    """Counts the pieces of a stream in a thread, so that the server never waits for its client."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream, self.number, self.is_open = stream, 0, True
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        self.stream.settimeout(0.5)
+        while self.is_open:
+            with suppress(TimeoutError):
+                self.number += self.stream.recv(2**16).count(b"data: ")
+
+    def rate(self, seconds: float) -> float:
+        """Pieces in a second, from now on for so long."""
+        first = self.number
+        time.sleep(seconds)
+        return (self.number - first) / seconds
+
+    def close(self) -> None:
+        """Stop counting."""
+        self.is_open = False
+        self.thread.join()
 
 
-@contextmanager
-def watched(process: psutil.Process, most: list[int]) -> Iterator[None]:
-    """Note the most memory of a process while the block runs."""
-    has_ended = threading.Event()
+class Sender:
+    """A process that sends one body after the other for some seconds; the last is waited for."""
 
-    def watch() -> None:
-        while not has_ended.wait(0.01):
-            most[0] = max(most[0], process.memory_info().rss)
+    def __init__(self, port: int, name: str, seconds: float) -> None:
+        code = f"from benchmarks.server_load import repeat; repeat({port}, {name!r}, {seconds})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        thread.join()
+    def __enter__(self) -> Sender:
+        assert self.process.stdout is not None
+        assert self.process.stdin is not None
+        self.process.stdout.readline()  # it has its body, and begins when it is told
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def replies(self) -> list[str]:
+        """Statuses of the replies."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read().split()
 
 
-@contextmanager
-def sending(ask: Callable[[], str], statuses: list[str]) -> Iterator[None]:
-    """Send one body after the other while the block runs; the last one is waited for.
-
-    They are sent by a process of their own, so that they do not slow the client of the stream.
-    """
-    context = multiprocessing.get_context("fork")
-    has_ended, replies = context.Event(), context.SimpleQueue()
-
-    def repeat() -> None:
-        is_first = True
-        while is_first or not has_ended.is_set():
-            is_first = False
-            replies.put(ask())
-
-    process = context.Process(target=repeat)
-    process.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        process.join()
-        while not replies.empty():
-            statuses.append(replies.get())
+def repeat(port: int, name: str, seconds: float) -> None:
+    """Send bodies of a kind, after a line from the standard input; print the statuses."""
+    body = BODIES[name]() if name in BODIES else b""
+    print("ready", flush=True)
+    sys.stdin.readline()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        print(send(port, body) if body else send_endlessly(port, end), flush=True)
 
 
 # Endings

@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -77,7 +79,8 @@ def _here(program: str, arguments: list[str], stdin: str, env: dict[str, str]) -
 
 
 def _status(program: str) -> int:
-    """Exit status of a module that is run as a program."""
+    """Exit status of a module that is run as a program; signals are handled as before after it."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         runpy.run_module(program, run_name="__main__")
     except SystemExit as end:
@@ -87,4 +90,8 @@ def _status(program: str) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return 0

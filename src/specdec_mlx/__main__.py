@@ -1,5 +1,5 @@
 """`python -m specdec_mlx` is the command line."""
 
-from specdec_mlx.cli.commands import main
+from specdec_mlx.cli.commands import run_process
 
-raise SystemExit(main())
+raise SystemExit(run_process())

@@ -36,7 +36,7 @@ def result(drafter: str, length: str, category: str, ratio: float) -> Result:
     """A benchmark's result of which only the speed matters."""
     speeds = {"ratio": ratio, "ratio_low": ratio - 0.1, "ratio_high": ratio + 0.2}
     others = dict.fromkeys((f.name for f in fields(Result)), 10) | {"drafted": 20}
-    way = {"drafter": drafter, "num_draft_tokens": length, "rule": "", "category": category}
+    way = {"drafter": drafter, "draft_length": length, "rule": "", "category": category}
     return Result(**others | speeds | way)
 
 

@@ -48,7 +48,7 @@ from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
 from specdec_mlx.lab.papers.lossy import LOSSY, Lenient, Typical
 from specdec_mlx.lab.proof.enumeration import sources
 from specdec_mlx.lab.proof.subject import total_variation
-from specdec_mlx.mlx_lm_plugin.flags import add_arguments
+from specdec_mlx.mlx_lm_plugin.flags import add_arguments, check_values
 from specdec_mlx.rules import (
     RULES,
     CoinRule,
@@ -374,15 +374,19 @@ def test_a_rule_is_a_name_with_options_or_an_object(spec, rule, capsys):
     """In Python and on the command line; what gives no guarantee is refused, there by status 2."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
+    typed = partial(parser.parse_args, ["--rule", str(spec)])
     if not isinstance(rule, str) or rule == spec:
         assert make_rule(spec) == rule
-        assert not isinstance(spec, str) or parser.parse_args(["--rule", spec]).rule == spec
+        assert not isinstance(spec, str) or typed().rule == spec
         return
     with pytest.raises(ValueError, match=rule):
         make_rule(spec)
-    if isinstance(spec, str):
+    if isinstance(spec, str) and spec.partition(":")[0] in rule_names():
+        with pytest.raises(ValueError, match=f"argument --rule: .*{rule}"):
+            check_values(typed())
+    elif isinstance(spec, str):
         with pytest.raises(SystemExit):
-            parser.parse_args(["--rule", spec])
+            typed()
         assert "--rule" in capsys.readouterr().err
 
 

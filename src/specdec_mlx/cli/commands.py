@@ -42,11 +42,16 @@ docstring begins with the command and what it is for."""
 PROGRAM = "specdec-mlx"
 
 
+def run_process() -> int:
+    """Be the process `specdec-mlx`, whose server ends in peace from the first import on."""
+    if sys.argv[1:2] == ["server"]:
+        end_in_peace()
+    return main()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, 2 with one line on stderr where it cannot be done."""
     name, *flags = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if name == "server" and arguments is None:
-        end_in_peace()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -339,7 +339,14 @@ def test_a_command_learns_and_saves_at_its_end(folder, draft):
 def test_a_server_learns_from_one_conversation_to_the_next(folder, draft, monkeypatch):
     """Its texts are plain decoding's, also on the caches of an earlier turn."""
     learner = Learner(NamedModel(draft))
-    monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.flags.learners", lambda: lambda model: learner)
+
+    class TheSame:
+        check = staticmethod(Learner.check)
+
+        def __call__(self, model: NamedModel) -> Learner:
+            return learner
+
+    monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.flags.learners", TheSame)
     before = weights_of(load_model(draft)[0])
     messages: list[Any] = [{"role": "user", "content": TEXT}]
     flags = (
