@@ -98,9 +98,9 @@ def posted(port: int, body: dict[str, Any], path: str = CHAT) -> socket.socket:
 
 
 def streaming(port: int) -> socket.socket:
-    """A stream without an end, after its first pieces."""
+    """A stream without an end, after its first pieces: the letter "a" again and again."""
     body = {"prompt": "import", "max_tokens": 10**6, "stream": True, "drafter": "none"}
-    stream = posted(port, {**body, "logit_bias": {"0": -100}}, "/v1/completions")
+    stream = posted(port, {**body, "logit_bias": {"97": 100}}, "/v1/completions")
     received = b""
     while received.count(b"data: ") < 10:
         received += stream.recv(2**16)
