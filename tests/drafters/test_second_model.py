@@ -215,8 +215,10 @@ def test_a_servers_file_is_its_own_models(
     left out, with one line of log each."""
     (one, two), path = map(str, folders), tmp_path / kind
     caplog.clear()
-    drafter = {"memory": "suffix", "table": "ngram"}[kind]
-    flags = ("--memory", str(path)) if kind == "memory" else ("--drafter", f"ngram:table={path}")
+    drafter = {"memory": "suffix", "table": "ngram-table"}[kind]
+    flags = (
+        ("--memory", str(path)) if kind == "memory" else ("--drafter", f"ngram-table:table={path}")
+    )
     with serving("--model", one, *flags) as client, caplog.at_level(logging.WARNING):
         texts = [text_of(complete(client, model=model)) for model in (one, two, one, two)]
     assert texts == plain * 2
