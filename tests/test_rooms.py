@@ -35,7 +35,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 206,
-    "numeric constants": 180,
+    "numeric constants": 181,
     "protocols": 21,
     "public names": 31,
 }

@@ -55,6 +55,7 @@ from specdec_mlx.server.under_way import Ticket
 
 LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
 PAUSE = 0.1  # seconds before a body that cannot be read is refused
+LONG_PAUSE = 0.5  # seconds before a prompt that is too long is refused: it may be many megabytes
 RETRY_SECONDS = "5"  # after which a request that was not served may be sent again
 SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -301,7 +302,7 @@ class Answer:
             logging.info(f"{self.asked.model}: client hung up after {seconds:.1f} s.")
             return
         except Exception as error:
-            response = refusal(self.wire, error)
+            response = await refused_in_time(self.wire, error)
         finally:
             watch.cancel()
             for ticket in tickets:
@@ -392,12 +393,14 @@ def refusal(wire: Wire, error: Exception) -> Response:
 
 
 async def refused_in_time(wire: Wire, error: Exception) -> Response:
-    """A refusal; that of a body that cannot be read comes after a pause.
+    """A refusal; that of a body that cannot be read, or of too long a prompt, comes after a pause.
 
     A client that sends bodies without end or sense in a loop leaves the processor to the texts.
     """
     if isinstance(error, BodyError):
         await asyncio.sleep(PAUSE)
+    elif isinstance(error, RequestError) and error.num_tokens:
+        await asyncio.sleep(LONG_PAUSE)
     return refusal(wire, error)
 
 
