@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tasks,
             max_tokens=args.max_tokens,
             temp=args.temp,
-            num_draft_tokens=args.draft_length,
+            num_draft_tokens=args.num_draft_tokens,
             seed=args.seed,
             end_tokens=tokenizer.eos_token_ids,
             on_text=bar.update,
