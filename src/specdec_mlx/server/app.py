@@ -223,12 +223,12 @@ class Endpoints:
 
         if (size := len(raw)) <= SMALL:
             return await run_in_threadpool(read)
-        async with self.large_body:  # one at a time, so that no two are taken apart in memory
-            try:
+        try:
+            async with self.large_body:  # one at a time, so that no two are taken apart in memory
                 return await run_in_threadpool(read)
-            except Exception:
-                await asyncio.sleep(size / LEFT_A_SECOND)  # so that many take no more than one
-                raise
+        except Exception:
+            await asyncio.sleep(size / LEFT_A_SECOND)  # others need not wait for this refusal
+            raise
 
 
 class Inbox:
