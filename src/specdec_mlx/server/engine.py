@@ -33,7 +33,7 @@ from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.under_way import GONE, AskedText, Ticket
-from specdec_mlx.server.writing import Alone, Writing, options_for
+from specdec_mlx.server.writing import WritingAlone, Writing, options_for
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
 # A pass that is under way when the process ends is waited for so many seconds, or until so many of
@@ -253,7 +253,7 @@ class Engine:
         """Serve a request, and those who join."""
         if (text := self._prepared(ticket)) is None:
             return
-        writing: Writing = Alone(text, self.settings, self.prefixes)
+        writing: Writing = WritingAlone(text, self.settings, self.prefixes)
         try:
             while writing.texts:
                 while self._waiting and writing.has_place and self._next_is_row():

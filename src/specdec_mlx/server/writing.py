@@ -87,7 +87,7 @@ class Writing(ABC):
             self.keep(text)
 
 
-class Alone(Writing):
+class WritingAlone(Writing):
     """One text, written by the loop."""
 
     def __init__(self, text: AskedText, settings: ServerSettings, prefixes: Prefixes) -> None:
@@ -105,7 +105,7 @@ class Alone(Writing):
     def with_another(self, text: AskedText) -> Writing:
         """Both as rows of a batch; this text goes on from its caches."""
         self._leave()
-        batch = Together(self.loaded, self.settings, self.prefixes)
+        batch = WritingTogether(self.loaded, self.settings, self.prefixes)
         return batch.with_another(self.text).with_another(text)
 
     def _written(self) -> Generator[Token | None, None, None]:
@@ -194,7 +194,7 @@ class Alone(Writing):
             self.insert_cache(keys, held.caches, has_ended=is_read)
 
 
-class Together(Writing):
+class WritingTogether(Writing):
     """Several texts, written as the rows of one batch."""
 
     def __init__(self, loaded: Loaded, settings: ServerSettings, prefixes: Prefixes) -> None:
