@@ -219,7 +219,7 @@ def test_a_model_is_unloaded_after_a_time_without_requests(folder: Path) -> None
             until(lambda: engine.models.loaded is None)
         assert text == plain(folder)
     with running(folder, flags=with_flags()) as engine:
-        assert engine._patience() is None
+        assert engine._idle_for() is None
 
 
 @pytest.mark.parametrize("any_model_name", [True, False])

@@ -214,7 +214,7 @@ class Engine:
             if self.ranks.is_first:
                 self._has_news.clear()
                 if not (self._waiting or self._unloading or self._is_ending):
-                    self._has_news.wait(self._patience())
+                    self._has_news.wait(self.ranks.patience or self._idle_for())
                 ends, unloads = self._is_ending, bool(self._unloading) or self._idle_for() == 0
                 if not (ends or unloads) and (ticket := self._first_waiting()):
                     self._waiting.popleft()
@@ -237,11 +237,6 @@ class Engine:
         if keep_alive is None or self.models.loaded is None or self._waiting:
             return None
         return max(0.0, self._served_at + keep_alive - time.monotonic())
-
-    def _patience(self) -> float | None:
-        """Most seconds to wait for a request; None for as long as it takes."""
-        bounds = self.ranks.patience, self._idle_for()
-        return min((bound for bound in bounds if bound is not None), default=None)
 
     def _first_waiting(self) -> Ticket | None:
         """The first request of a client that is still there; it waits on."""
@@ -276,7 +271,7 @@ class Engine:
             text, ticket.text = ticket.text, None
             if text is None or text.loaded is not loaded:
                 text = AskedText(ticket, loaded, self.settings)
-            text.equip(self.models, self.draft_caches)
+            text.equip(self.models, self.prefixes, self.draft_caches)
             if ticket.request.echo:
                 ticket.tell([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:
