@@ -307,7 +307,7 @@ def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded: Loaded, tm
     drafter: Any = load_model(tmp_path)[0] if kind == "draft" else tmp_path
     drafted, kept = 0, 0
     for prompt in read_prompts(plan.data.held_out, tokenizer):
-        options: Any = {"drafter": None, "num_draft_tokens": 3, "max_tokens": 160 - len(prompt)}
+        options: Any = {"num_draft_tokens": 3, "max_tokens": 160 - len(prompt)}
         text = sd.generate(target, tokenizer, prompt, drafter=drafter, **options)
         drafted += text.stats.drafted
         kept += text.stats.accepted
