@@ -20,7 +20,8 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.choosing.registry import first_of, takes_model
+from specdec_mlx.drafters.choosing.registry import takes_model
+from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.loop import speculate
@@ -304,12 +305,13 @@ class Engine:
         # raises for what cannot be quantized so
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
-        heavy = [part for name, part in self.models.defaults(loaded) if takes_model(name)]
+        made = self.models.defaults(loaded)
+        heavy = [part for name, part in made if part is not None and takes_model(name)]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)
         short = replace(options, max_tokens=WARM_TOKENS, num_draft_tokens=4, tuning=tuning)
         try:
-            for drafter in (None, first_of([PromptLookupDrafter(), *heavy])):
+            for drafter in (None, FirstOf(PromptLookupDrafter(), *heavy)):
                 for _ in speculate(loaded.model, tokens, drafter, short):
                     pass
         except Exception as error:
