@@ -264,7 +264,7 @@ def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
         "messages": USER,
         "thinking": {"type": "enabled", "budget_tokens": budget},
     }
-    with pytest.raises(RequestError, match="thinking.budget_tokens: expected `int`"):
+    with pytest.raises(RequestError, match=r"thinking\.budget_tokens: expected `int`"):
         MESSAGES_WIRE.read(body)
 
 
