@@ -150,7 +150,7 @@ class Tool(Struct, frozen=True):
     disable_parallel_tool_use: bool = False
 
 
-class Part(Struct):
+class TextPart(Struct):
     """A part of a content that is a text."""
 
     text: str
@@ -159,7 +159,7 @@ class Part(Struct):
 class Prediction(Struct):
     """A text that the answer is expected to resemble."""
 
-    content: str | list[str | Part]
+    content: str | list[str | TextPart]
 
     def __str__(self) -> str:
         parts = [self.content] if isinstance(self.content, str) else self.content
@@ -172,7 +172,7 @@ class Schema(Struct):
     schema: Object
 
 
-class Format(Struct):
+class AnswerFormat(Struct):
     """What an answer must match. The schema may stand in `json_schema`, or beside the type."""
 
     type: Annotated[str, Meta(pattern="^(text|json_object|json_schema)$")]
@@ -188,6 +188,13 @@ class Format(Struct):
         if schema is None and is_named:
             raise RequestError('response_format: expected {"json_schema": {"schema": {...}}}.')
         return grammar_of({"type": "object"} if schema is None else schema)
+
+
+class Config(Struct, frozen=True):
+    """How to think and answer."""
+
+    effort: str | None = None
+    format: AnswerFormat | None = None
 
 
 class Body(Struct, kw_only=True):

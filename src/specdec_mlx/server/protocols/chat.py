@@ -15,8 +15,8 @@ from specdec_mlx.arguments import shown
 from specdec_mlx.server.protocols.body import (
     MOST_LOGPROBS,
     NUM_SEEDS,
+    AnswerFormat,
     Body,
-    Format,
     NumTop,
     Tool,
     choose_tool,
@@ -71,7 +71,7 @@ class Message(Struct):
 class ChoicesBody(Body, kw_only=True):
     """The fields of OpenAI's protocols with choices. `logprobs` may be the number itself."""
 
-    response_format: Format | None = None
+    response_format: AnswerFormat | None = None
     stop: str | list[str] = ""
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
     logprobs: bool | Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] = False

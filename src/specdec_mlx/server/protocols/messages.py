@@ -19,9 +19,10 @@ from msgspec import DecodeError, Struct
 from specdec_mlx.server.pictures import mark, unseen
 from specdec_mlx.server.protocols.body import (
     BUDGETS,
+    AnswerFormat,
     Body,
+    Config,
     Count,
-    Format,
     Tool,
     choose_tool,
     fields_of,
@@ -119,13 +120,6 @@ class Thinking(Struct, frozen=True):
     budget_tokens: Count | None = None
 
 
-class Config(Struct, frozen=True):
-    """How to answer."""
-
-    format: Format | None = None
-    effort: str | None = None
-
-
 class MessagesBody(Body, kw_only=True):
     """The fields of Anthropic's protocol."""
 
@@ -135,7 +129,7 @@ class MessagesBody(Body, kw_only=True):
     stop_sequences: str | list[str] = ""
     thinking: Thinking = Thinking()
     output_config: Config = Config()
-    output_format: Format | None = None
+    output_format: AnswerFormat | None = None
     thread: Any = None
 
 

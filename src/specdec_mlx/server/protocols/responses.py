@@ -21,7 +21,7 @@ from msgspec import Struct
 from specdec_mlx.arguments import shown
 from specdec_mlx.server.protocols.body import (
     Body,
-    Format,
+    Config,
     NumTop,
     Tool,
     checked,
@@ -138,25 +138,13 @@ class MoreTools(Struct):
     tools: list[Tool] = []
 
 
-class Text(Struct, frozen=True):
-    """How to answer."""
-
-    format: Format | None = None
-
-
-class Reasoning(Struct, frozen=True):
-    """How to think."""
-
-    effort: str | None = None
-
-
 class ResponsesBody(Body, kw_only=True):
     """The fields of a response."""
 
     input: str | list[Object]
     instructions: Any = None
-    text: Text = Text()
-    reasoning: Reasoning = Reasoning()
+    text: Config = Config()
+    reasoning: Config = Config()
     include: tuple[str, ...] = ()
     top_logprobs: NumTop = 0
 
