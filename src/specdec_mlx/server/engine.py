@@ -156,8 +156,8 @@ class Engine:
         """
         self._is_ending = self.ranks.is_first
         self._has_news.set()
-        if self.ranks.are_several:  # which wait for each other
-            self._has_kept.wait()
+        if self.ranks.are_several:  # which wait for each other, and end as Python ends
+            self._has_ended.wait()
         begun, spent = time.monotonic(), time.process_time()
         while not self._has_kept.wait(0.02):
             if time.monotonic() - begun > GRACE or time.process_time() - spent > GRACE_OF_PROCESSOR:
