@@ -44,7 +44,9 @@ class Actions:
             return command
 
         building = add("build", build, how)
-        building.add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders")
+        building.add_argument(
+            "paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders"
+        )
         building.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
         building.add_argument("--out", required=True, type=Path, metavar="FILE", help="to write")
         info = add("info", lambda args: self.show(args.file), f"what a {self.kind.what} holds")
