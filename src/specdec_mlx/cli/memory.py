@@ -43,7 +43,7 @@ class Actions:
             command.set_defaults(action=action)
             return command
 
-        building = add("build", build, how)
+        building: argparse.ArgumentParser = add("build", build, how)
         building.add_argument(
             "paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders"
         )
