@@ -29,7 +29,7 @@ from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded, Models
-from specdec_mlx.server.prefixes import Prefixes, prefixes_for
+from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
@@ -47,8 +47,11 @@ class Engine:
 
     def __init__(self, models: Models, settings: ServerSettings) -> None:
         self.models, self.settings = models, settings
-        self.prefixes = prefixes_for(settings, lambda: models.loaded)
         self.ranks = ServerRanks()
+        num_models = 1 if settings.flags.choice.model.name is None else 2
+        self.prefixes = Prefixes(
+            num_models * settings.prompt_cache_size, settings.prompt_cache_bytes
+        )
         # of draft models, which the first rank alone has
         self.draft_caches = self.prefixes
         if self.ranks.are_several:

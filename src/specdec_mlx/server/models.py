@@ -47,7 +47,7 @@ from specdec_mlx.models.loading import (
 )
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.pictures import Sight
-from specdec_mlx.server.prefix_files import stateful
+from specdec_mlx.server.prefix_files import PrefixFiles, files_for, stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 
 MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
@@ -84,7 +84,8 @@ class Loaded:
     sampling: arguments of `Sampling` that its generation config recommends.
     sight: how pictures are shown to it; None for a model that was loaded without what sees.
     drafters: those that were made for it, by their names. named: of the draft model that a request
-    named last. has_rows: its texts can be rows of one batch. closing: what is due at its end.
+    named last. has_rows: its texts can be rows of one batch.
+    prefix_files: where caches of its texts are kept. closing: what is due at its end.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Loaded:
     named: tuple[str, Drafter | None] = ("", None)
     sight: Sight | None = None
     has_rows: bool = False
+    prefix_files: PrefixFiles | None = None
     closing: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -275,6 +277,7 @@ class Models:
         self.reset()
         mx.eval(loaded.model.parameters())
         loaded.has_rows = self._measured_rows(loaded.model)
+        loaded.prefix_files = files_for(loaded, self.settings)
         self.loaded = loaded
         if self.flags.keeps_tuning:
             loaded.closing.enter_context(kept_tuning(loaded.model, *loaded.names))
