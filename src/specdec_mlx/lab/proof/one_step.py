@@ -1,23 +1,20 @@
-r"""The exact distribution of one step: what is emitted after a text, whatever was drafted.
+"""The exact distribution of one step: what is emitted after a text, whatever was drafted.
 
-For a draft token drawn from q, kept with chance a(x), and else replaced by a draw from r, what is
-emitted follows $q(y) a(y) + \sum_x q(x) (1 - a(x)) r(y | x)$, the sum taken over every possible
-draft token, and that must be the target's p. Both p and q are those of the user's own models; a and
-r are asked of the rule, in float64.
+Both p and q are those of the user's own models; see `law` for the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
 
 from specdec_mlx.contracts import AcceptanceRule, rule_for
+from specdec_mlx.lab.proof.law import ByRule, total_variation
 from specdec_mlx.lab.proof.report import Finding
-from specdec_mlx.lab.proof.subject import Place, Probs, Subject, Work, total_variation, walk
+from specdec_mlx.lab.proof.subject import Place, Probs, Subject, Work, walk
 from specdec_mlx.rules import CoinRule, capped_ratio, residual
 
 Masses = tuple[Probs, Probs, Probs]
@@ -92,28 +89,6 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 """Number of the part -> the result of each place that it is made of, and how."""
 
 
-def ends(
-    rule: CoinRule,
-    target_probs: np.ndarray,
-    tokens: tuple[int, ...],
-    probs: np.ndarray,
-    to: Callable[[Any], Any] = np.asarray,
-) -> Iterator[tuple[int, float, np.ndarray]]:
-    """Number kept of a draft [K], its chance, and the distribution [V] of the token after.
-
-    to: makes the arrays that the rule computes with.
-    """
-    given = to(target_probs), to(np.array(tokens, int)), to(probs)
-    coins = np.array(list(product([False, True], repeat=len(tokens))), bool)
-    heads = np.array(rule.accept_probs(*given), np.float64)
-    chances = np.where(coins, heads, 1 - heads).prod(axis=1)  # coins are independent
-    for n, chance in enumerate(
-        np.bincount([int(rule.num_accepted(to(c))) for c in coins], chances)
-    ):
-        if chance > 0:
-            yield n, float(chance), np.array(rule.next_probs(*given, to(n)), np.float64)
-
-
 def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
     """The exact distribution at places along texts of the target's own, which `steps` takes."""
     seen: list[tuple[AcceptanceRule, dict[str, Any]]] = []
@@ -123,7 +98,7 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
             work.say(len(steps))
             rule = rule_for(subject.rule, step.draft)
             if isinstance(rule, CoinRule) and step.draft_probs is not None:
-                seen.append((rule, emitted(rule, step.target_probs, step.draft_probs)))
+                seen.append((rule, masses_of(rule, step.target_probs, step.draft_probs)))
             if len(steps) > STEPS // 2 and not work.has_time():
                 break
     num_drafts = sum(step.draft_probs is not None for step in steps)
@@ -151,7 +126,7 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
     return Finding("failed", verdict, numbers)
 
 
-def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str, Any]:
+def masses_of(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str, Any]:
     """Result of a rule on all drafts of one token; p and q are [V], q cut to its likeliest tokens.
 
     distance: total variation of what is emitted from p; bonus_distance: of the token after a draft
@@ -167,13 +142,14 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str
     drawn[likeliest] = q[likeliest]
     q = normalised(drawn, p)
     kept, again, after = np.zeros(len(p)), np.zeros(len(p)), p
+    deciding, rows = ByRule(rule), np.stack([p, p])
     for x in likeliest[q[likeliest] > 0]:
-        for n, chance, probs in ends(rule, np.stack([p, p]), (int(x),), q[None]):
-            if n == 0:
-                again += q[x] * chance * normalised(probs, p)
-            else:
-                after = normalised(probs, p) if not kept.any() else after
-                kept[x] = q[x] * chance
+        for emitted, masses in deciding.outcomes(rows, (int(x),), q[None]):
+            if not emitted:
+                again += q[x] * masses
+                continue
+            after = after if kept.any() else normalised(masses, p)
+            kept[x] = q[x] * masses.sum()
     faults = (
         name
         for name, variant in VARIANTS.items()
