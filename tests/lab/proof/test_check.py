@@ -268,12 +268,12 @@ def test_the_emitted_distribution_is_exact(
     for p, q in zip(*random.dirichlet(np.ones(6), size=(2, 20)), strict=True):
         result = one_step.masses_of(rule, p, q)
         tail = np.sort(q)[:-most_tokens].sum()
-        assert result["left_out"] == pytest.approx(tail, abs=1e-12)
-        assert abs(result["distance"]) < 1e-12
-        assert result["bonus_distance"] < 1e-12
+        assert result.left_out == pytest.approx(tail, abs=1e-12)
+        assert abs(result.distance) < 1e-12
+        assert result.bonus_distance < 1e-12
         likeliest = np.where(q >= np.sort(q)[-most_tokens:][0], q, 0)
-        assert result["overlap"] == pytest.approx(np.minimum(p, likeliest / likeliest.sum()).sum())
-        assert result["kept"] == pytest.approx(result["overlap"])
+        assert result.overlap == pytest.approx(np.minimum(p, likeliest / likeliest.sum()).sum())
+        assert result.kept == pytest.approx(result.overlap)
 
 
 SWAPPED = "p and q swapped"

@@ -128,9 +128,9 @@ def _plain(subject: Subject, prompt: list[int], work: Work) -> tuple[list[int], 
     tokens, gaps = list[int](), list[float]()
     with closing(generate_step(mx.array(prompt), subject.model, max_tokens=NUM_TOKENS)) as steps:
         for token, logprobs in steps:
-            second, best = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
+            second, best = np.sort(np.array(logprobs.astype(mx.float32)))[-2:]
             tokens.append(int(token))
-            gaps.append(best - second)
+            gaps.append(float(best - second))
             has_enough = len(tokens) >= FEWEST_TOKENS and not work.has_time()
             if token in subject.end_tokens or has_enough:
                 break
