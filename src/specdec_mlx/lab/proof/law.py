@@ -132,18 +132,15 @@ class ByRule:
     def falls(self, size: int) -> tuple[np.ndarray, list[Tokens], list[int]]:
         """All ways that coins may fall, the nodes that each keeps, and which of these it is."""
         if size not in self._falls:
+            rule: Any = self.rule
             coins = np.array(list(product([False, True], repeat=size)), bool)
-            kept = [tuple(self._kept(row)) for row in coins]
+            if self.parents is None:
+                kept = [tuple(range(int(rule.num_accepted(self.to(row))))) for row in coins]
+            else:
+                kept = [tuple(rule.kept(row.tolist(), self.parents)) for row in coins]
             paths = list(dict.fromkeys(kept))
             self._falls[size] = coins, paths, [paths.index(path) for path in kept]
         return self._falls[size]
-
-    def _kept(self, coins: np.ndarray) -> Sequence[int]:
-        rule: Any = self.rule
-        if self.parents is None:
-            return range(int(rule.num_accepted(self.to(coins))))
-        nodes: Sequence[int] = rule.kept(coins.tolist(), self.parents)
-        return nodes
 
 
 @dataclass(frozen=True, eq=False)

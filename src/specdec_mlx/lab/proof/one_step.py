@@ -82,7 +82,7 @@ MOST_TOKENS = 1500
 
 def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
     """The exact distribution at places along texts of the target's own, which `steps` takes."""
-    seen: list[tuple[AcceptanceRule, Emitted]] = []
+    seen: list[tuple[AcceptanceRule, StepResult]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
         for step in walk(replace(subject, seed=subject.seed + i), prompt, STEPS):
             steps.append(step)
@@ -123,7 +123,7 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
     return Finding("failed", verdict, numbers)
 
 
-class Emitted(NamedTuple):
+class StepResult(NamedTuple):
     """Result of a rule on all drafts of one token.
 
     distance: total variation of what is emitted from p; bonus_distance: of the token after a draft
@@ -145,7 +145,7 @@ class Emitted(NamedTuple):
         return max(self.distance, self.bonus_distance)
 
 
-def masses_of(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
+def masses_of(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> StepResult:
     """What a rule emits with p and q [V], q cut to its likeliest tokens."""
     support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
     p, drawn = target_probs[support], draft_probs[support]
@@ -168,7 +168,7 @@ def masses_of(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitte
         for name, variant in VARIANTS.items()
         if np.allclose((kept, again, after), variant(p, q), atol=TOLERANCE)
     )
-    return Emitted(
+    return StepResult(
         total_variation(kept + again, p),
         total_variation(after, p),
         left_out,
