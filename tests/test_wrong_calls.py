@@ -298,7 +298,9 @@ def tokens_of(found: Any) -> list[Any]:
     """All tokens of what a call returned, those of a batch text by text."""
     if isinstance(found, BeamSearchResponse):
         return [beam.tokens for beam in found.beams]
-    by_text = sorted(found, key=lambda part: (getattr(part, "index", 0), getattr(part, "sample", 0)))
+    by_text = sorted(
+        found, key=lambda part: (getattr(part, "index", 0), getattr(part, "sample", 0))
+    )
     return [getattr(part, "token", part) for part in by_text]
 
 
