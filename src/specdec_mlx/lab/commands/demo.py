@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.arguments import argument, checked, positive_int
+from specdec_mlx.arguments import checked, number
 from specdec_mlx.cli.blas import (
     REFERENCE_BLAS,
     THREADS,
@@ -143,7 +143,7 @@ class TimedText:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx demo`."""
-    add, count = parser.add_argument, argument(positive_int)
+    add, count = parser.add_argument, number(int, 1)
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add(
         "--seconds",
