@@ -24,8 +24,6 @@ from benchmarks import host_time
 from benchmarks.host_time import Kind, Table, generate, kinds, prompt_of
 from scripted import ScriptedDrafter
 from specdec_mlx import loop
-from specdec_mlx import target as passes
-from specdec_mlx import target as verifier
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import RoundRecord, key_of
 from specdec_mlx.draft_length.auto import Auto
@@ -36,12 +34,13 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling import Sampling
+from specdec_mlx.target import Verifier
 
 K = 4
 KINDS = {kind.name: kind for kind in kinds(K)}
 OPERATIONS = [
     *((mx, name) for name in ("concatenate", "stack", "take_along_axis", "eval", "async_eval")),
-    *((module, "to_ids") for module in (loop, passes, verifier)),
+    (Rollback, "forward"),
 ]
 
 
@@ -81,7 +80,7 @@ def test_nothing_grows_with_the_context(name: str) -> None:
     short, long = (counts(KINDS[name], context) for context in (520, 8200))
     assert len(short) == 10
     assert short == long
-    assert min(short[0][call] for call in ("to_ids", "eval", "async_eval")) > 0
+    assert min(short[0][call] for call in ("forward", "eval", "async_eval")) > 0
     assert short[0]["eval"] + short[0]["async_eval"] <= 2
 
 
@@ -96,13 +95,13 @@ def test_a_paused_draft_model_costs_a_question_a_round(draft_length, policy, mon
     stream = speculate(Table(16), [1], drafter, **options)
     list(islice(stream, 10))
     count_calls(monkeypatch, policy, "limit", calls)
-    count_calls(monkeypatch, Rollback, "widest_pass", calls)
+    count_calls(monkeypatch, Verifier, "measure_width", calls)
     for name in ("learn", "of_draft"):
         count_calls(monkeypatch, Chances, name, calls)
     *_, last = islice(stream, 40)
     assert last.stats.drafted == 0
     assert calls["of_draft"] <= 40 / PAUSE + 1
-    assert (calls["limit"], calls["learn"], calls["widest_pass"]) == (40, 0, 0)
+    assert (calls["limit"], calls["learn"], calls["measure_width"]) == (40, 0, 0)
 
 
 def graph_sizes(steps: Iterator[Any]) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,10 +26,13 @@ from specdec_mlx.caches import (
     states_of,
     wait_for,
 )
-from specdec_mlx.contracts import Drafter, Target
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.errors import PromptError
 from specdec_mlx.options import Options
 from specdec_mlx.token_ids import to_ids
+
+if TYPE_CHECKING:
+    from specdec_mlx.target import Verifier
 
 
 def prompt_ids(prompt: Any) -> list[int]:
@@ -194,7 +197,7 @@ def close_all(*closings: Callable[[], None]) -> None:
 
 
 def bring_caches_to(
-    end: int, target: Target, callers_cache: list[Any] | None, feed: Callable[[int], None]
+    end: int, target: Verifier, callers_cache: list[Any] | None, feed: Callable[[int], None]
 ) -> None:
     """Bring the caller's caches to exactly the first `end` tokens of the text; `feed` feeds more.
 

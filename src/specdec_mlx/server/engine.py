@@ -30,7 +30,7 @@ from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import CacheRollbackError, ModelFolderError
 from specdec_mlx.loop import Generation, Token, assemble, speculate
 from specdec_mlx.options import Options
-from specdec_mlx.ranks import SharedDrafting, ranks_of
+from specdec_mlx.ranks import ranks_of
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
@@ -391,7 +391,7 @@ class Engine:
             prompt_progress_callback=partial(self._was_read, text, own),
         )
         ranks = ranks_of(model, options.stream)
-        parts = assemble(
+        generation = assemble(
             model,
             text.prompt.tokens,
             text.drafter,
@@ -401,12 +401,7 @@ class Engine:
             num_read=num_read,
             of_batch={"num_unseen": num_read},
         )
-        generation = Generation.of(parts, options, callers_cache=own)
-        written = generation.run(parts.context)
-        drafting = parts.drafting
-        if isinstance(drafting, SharedDrafting):
-            written = drafting.as_on_first(written)
-        return generation, written
+        return generation, generation.written()
 
     def _options(self, loaded: Loaded) -> Options:
         """What all texts that are written alone have in common.
