@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import mlx.nn as nn
 
@@ -28,7 +28,6 @@ from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Generation
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import SequenceState
-from specdec_mlx.target import Verifier
 
 Kind = TypeVar("Kind")
 
@@ -108,8 +107,8 @@ class RecordedBatch(BatchGeneration):
             stream=self.options.stream,
         )
         context = greedy_context(self.vocab_size)
-        drafting.begin(context)
         generation = Generation(target, sequence, drafting, context)
+        generation.begin()
         return BatchText(uid, request, generation, target)
 
 

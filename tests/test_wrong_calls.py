@@ -400,7 +400,7 @@ def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
     model = pair()[0]
     for name, kind, look_up in (
         ("auto", sd.BestOf, sd.SuffixDrafter),  # of the default the better draft is taken
-        ("prompt-lookup", sd.FirstOf, sd.PromptLookupDrafter),
+        ("prompt-lookup", sd.drafters.FirstOf, sd.PromptLookupDrafter),
     ):
         both: Any = resolve(name, model)
         assert type(both) is kind
@@ -439,7 +439,7 @@ def test_errors_name_a_model_and_do_not_print_it() -> None:
 
 def test_the_public_names_are_what_dir_shows() -> None:
     """`__all__`, the rooms and the version; each is there, and none hides a module."""
-    rooms = {"drafters", "errors", "generation", "rules", "stats", "vision"}
+    rooms = {"drafters", "errors", "generation", "lab", "rules", "stats", "vision"}
     assert set(dir(sd)) == {*sd.__all__, *rooms, "__version__"}
     assert len(sd.__all__) <= 31
     for name in sd.__all__:

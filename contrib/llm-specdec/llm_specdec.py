@@ -182,7 +182,7 @@ def drafter_of(options: Any) -> Any:
 
     if options.memory is None:
         return options.drafter
-    return sd.make_drafter(options.drafter, memory=options.memory)
+    return sd.drafters.make_drafter(options.drafter, memory=options.memory)
 
 
 def chat(prompt: llm.Prompt) -> list[dict[str, str]]:

@@ -691,7 +691,9 @@ def check_is_drafter(drafter: object) -> None:
     if isinstance(drafter, type):
         instead = f"give {shown(drafter)}()"
     elif isinstance(drafter, list | tuple):
-        instead = "of mlx_lm.load give draft_model=model; specdec_mlx.FirstOf(*drafters) is one"
+        instead = (
+            "of mlx_lm.load give draft_model=model; specdec_mlx.drafters.FirstOf(*drafters) is one"
+        )
     else:
         instead = "give a drafter, the name of one, or a mlx-lm model as draft_model="
     raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")

@@ -169,6 +169,7 @@ class Generation:
     clock: RoundClock = field(default_factory=lambda: RoundClock())
     is_pipelined: bool = True
     hit_rate: float = FIRST_HIT_RATE
+    has_begun: bool = False
     is_prefilled: bool = False
     failure: Exception | None = None
 
@@ -192,10 +193,16 @@ class Generation:
         tokens, drafting = self.run(), self.drafting
         return drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
 
+    def begin(self) -> None:
+        """Begin the drafter's session, which a caller may want to do before `run`."""
+        self.has_begun = True
+        self.drafting.begin(self.context)
+
     def run(self) -> Generator[Token, None, None]:
         """The algorithm (Leviathan et al. 2023, Algorithm 1, round by round)."""
         try:
-            self.drafting.begin(self.context)
+            if not self.has_begun:
+                self.begin()
             self.prefill()
             current = self.verify(self.propose() if self.may_draft else NO_DRAFT)
             emits_first = self.emits_first_token_at_once

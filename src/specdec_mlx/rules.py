@@ -35,7 +35,18 @@ from specdec_mlx.contracts import (
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.token_ids import to_ids
 
-__all__ = ["Block", "CoinRule", "Rejection", "acceptance_probability", "residual"]
+__all__ = [
+    "AcceptanceRule",
+    "Agreement",
+    "Block",
+    "CoinRule",
+    "Randomness",
+    "Rejection",
+    "TargetRows",
+    "Verdict",
+    "acceptance_probability",
+    "residual",
+]
 
 if TYPE_CHECKING:
     Array = Any

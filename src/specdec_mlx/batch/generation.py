@@ -236,7 +236,7 @@ class BatchGeneration:
                 "num_unseen": request.num_read,
             },
         )
-        generation.drafting.begin(generation.context)
+        generation.begin()
         return BatchText(uid, request, generation, generation.target)
 
     def length_of_text(self, own: int | str | DraftLength | None = None) -> DraftLength:
@@ -325,8 +325,8 @@ class BatchGeneration:
                     to_verify.append(ToVerify(token, NO_DRAFT, position))
         if len(to_verify) < len(current):
             return []
-        for (text, _), (token, _, _) in zip(current, to_verify, strict=True):
-            text.verifier.extend_history(token)
+        for (text, _), row in zip(current, to_verify, strict=True):
+            text.verifier.extend_history(row.pending)
         return self._launch(to_verify, is_ahead=True)
 
     def _launch(self, to_verify: Sequence[ToVerify], *, is_ahead: bool) -> Rounds:

@@ -32,6 +32,7 @@ from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.guided import with_forced
+from specdec_mlx.errors import MlxLmVersionError
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import Options
 from specdec_mlx.rules import make_rule
@@ -47,10 +48,6 @@ BATCH_OPTIONS = {"sampler", "stream", "prefill_step_size", "completion_batch_siz
 """Options that a batch of ours takes; with others mlx-lm's own writes it."""
 # in the package a function has its name
 STEPS: Any = importlib.import_module("mlx_lm.generate")
-
-
-class MlxLmVersionError(RuntimeError):
-    """This mlx-lm is not one that can be extended."""
 
 
 def check_version() -> None:
@@ -234,11 +231,12 @@ def _stepping(original: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: Any, history: Sequence[int] | None = None, **kwargs: Any) -> Any:
         speculation = next(reversed(_stack), None)
         options = {"stream": generation_stream, **signature.bind(*args, **kwargs).arguments}
         if speculation is None or not _can_draft(options):
             return original(*args, **kwargs)
+        options["history"] = history
         if "draft_model" not in options:
             return speculation.steps(speculation.drafter, 2, **options)
         drafter = resolve(None, options.pop("draft_model"))
@@ -280,8 +278,9 @@ def install(
     """Let mlx-lm's own calls speculate, in the whole process, until `uninstall`.
 
     A call's own `draft_model=` counts instead: a draft model, a drafter or a drafter's name, with
-    `num_draft_tokens=` as the draft length. A second `install` replaces the first. After
-    `mx.random.seed` a call has one text, as with a `seed` of ours.
+    `num_draft_tokens=` as the draft length. It also takes `history=`, the tokens that a program
+    read into `prompt_cache` itself. A second `install` replaces the first. After `mx.random.seed` a
+    call has one text, as with a `seed` of ours.
 
     Args:
         drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model;

@@ -84,7 +84,7 @@ class Loaded:
     sampling: arguments of `Sampling` that its generation config recommends.
     sight: how pictures are shown to it; None for a model that was loaded without what sees.
     drafters: those that were made for it, by their names. named: of the draft model that a request
-    named last. closing: what is due at its end.
+    named last. has_rows: its texts can be rows of one batch. closing: what is due at its end.
     """
 
     name: str
@@ -97,6 +97,7 @@ class Loaded:
     drafters: dict[str, Drafter | None] = field(default_factory=dict)
     named: tuple[str, Drafter | None] = ("", None)
     sight: Sight | None = None
+    has_rows: bool = False
     closing: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -108,20 +109,6 @@ class Loaded:
     def place(self) -> tuple[Any, ...]:
         """Key of its caches: no other model, and no other content of its files, has it."""
         return *self.names, self.files, self.sight is not None
-
-    @cached_property
-    def has_rows(self) -> bool:
-        """True if its texts can be rows of one batch; a line in the log if not."""
-        if mx.distributed.init().size() > 1:
-            return False
-        with warnings.catch_warnings(action="ignore"):
-            has_rows = can_hold_rows(self.model)
-        if not has_rows:
-            logging.warning(
-                f"{type(self.model).__module__}: its texts cannot be rows of one batch. Requests "
-                "are served one after another."
-            )
-        return has_rows
 
     @cached_property
     def is_stateful(self) -> bool:
@@ -287,9 +274,23 @@ class Models:
         self._check_drafters(loaded)
         self.reset()
         mx.eval(loaded.model.parameters())
+        loaded.has_rows = self._measured_rows(loaded.model)
         self.loaded = loaded
         if self.flags.keeps_tuning:
             loaded.closing.enter_context(kept_tuning(loaded.model, *loaded.names))
+
+    def _measured_rows(self, model: nn.Module) -> bool:
+        """True if a model's texts can be rows of one batch; a line in the log if they cannot."""
+        if mx.distributed.init().size() > 1 or self.settings.kv_bits is not None:
+            return False
+        with warnings.catch_warnings(action="ignore"):
+            has_rows = can_hold_rows(model)
+        if not has_rows:
+            logging.warning(
+                f"{type(model).__module__}: its texts cannot be rows of one batch. Requests are "
+                "served one after another."
+            )
+        return has_rows
 
     def _sampling_of(self, name: str) -> dict[str, Any]:
         """Arguments of `Sampling` that a model's generation config recommends, also logged."""

@@ -505,7 +505,7 @@ def test_seconds_are_read_off_the_curve_and_drafting_costs() -> None:
     model = replayed(text, oracle, 3, FLAT, 33, draft_seconds=FLAT(1) / 10)
     assert model.seconds == pytest.approx(FLAT(1) * (9 + 24 / 10))
     # a look-up costs its positions alone, beside a drafter that takes time, too
-    drafter = sd.FirstOf(LOOK_UP, scripted.OracleDrafter([], narrow.VOCAB))
+    drafter = sd.drafters.FirstOf(LOOK_UP, scripted.OracleDrafter([], narrow.VOCAB))
     free, other = (replayed(text, drafter, 3, FLAT, 33, draft_seconds=s) for s in (0.0, 1.0))
     assert free.seconds == other.seconds > 0
 

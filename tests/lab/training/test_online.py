@@ -191,7 +191,7 @@ def test_weights_stay_while_another_text_is_under_way(loaded, learning):
     """What is kept of a text was computed with them; both texts are learnt from at the end."""
     target, tokenizer = loaded
     before = weights_of(learning.model)
-    dropped = learning.begin([5, 6, 7], sd.DraftContext(vocab_size=268))
+    dropped = learning.begin([5, 6, 7], sd.drafters.DraftContext(vocab_size=268))
     prompt = tokenizer.encode(TEXT)
     slow = sd.speculate(target, prompt, learning, max_tokens=20)
     next(slow)
