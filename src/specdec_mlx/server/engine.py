@@ -20,7 +20,8 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.choosing.registry import first_of, takes_model
+from specdec_mlx.drafters.choosing.registry import takes_model
+from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.loop import speculate
@@ -214,7 +215,7 @@ class Engine:
             if self.ranks.is_first:
                 self._has_news.clear()
                 if not (self._waiting or self._unloading or self._is_ending):
-                    self._has_news.wait(self._patience())
+                    self._has_news.wait(self.ranks.patience or self._idle_for())
                 ends, unloads = self._is_ending, bool(self._unloading) or self._idle_for() == 0
                 if not (ends or unloads) and (ticket := self._first_waiting()):
                     self._waiting.popleft()
@@ -237,11 +238,6 @@ class Engine:
         if keep_alive is None or self.models.loaded is None or self._waiting:
             return None
         return max(0.0, self._served_at + keep_alive - time.monotonic())
-
-    def _patience(self) -> float | None:
-        """Most seconds to wait for a request; None for as long as it takes."""
-        bounds = self.ranks.patience, self._idle_for()
-        return min((bound for bound in bounds if bound is not None), default=None)
 
     def _first_waiting(self) -> Ticket | None:
         """The first request of a client that is still there; it waits on."""
@@ -276,7 +272,7 @@ class Engine:
             text, ticket.text = ticket.text, None
             if text is None or text.loaded is not loaded:
                 text = AskedText(ticket, loaded, self.settings)
-            text.equip(self.models, self.draft_caches)
+            text.equip(self.models, self.prefixes, self.draft_caches)
             if ticket.request.echo:
                 ticket.tell([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:
@@ -309,12 +305,13 @@ class Engine:
         # raises for what cannot be quantized so
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
-        heavy = [part for name, part in self.models.defaults(loaded) if takes_model(name)]
+        made = self.models.defaults(loaded)
+        heavy = [part for name, part in made if part is not None and takes_model(name)]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)
         short = replace(options, max_tokens=WARM_TOKENS, num_draft_tokens=4, tuning=tuning)
         try:
-            for drafter in (None, first_of([PromptLookupDrafter(), *heavy])):
+            for drafter in (None, FirstOf(PromptLookupDrafter(), *heavy)):
                 for _ in speculate(loaded.model, tokens, drafter, short):
                     pass
         except Exception as error:

@@ -162,11 +162,12 @@ class AskedText:
         self.rule = given(request.rule, self.flags.rule)
         self.grammar = compile_grammar(request, tokenizer)
 
-    def equip(self, models: Models, draft_caches: Prefixes) -> None:
+    def equip(self, models: Models, prefixes: Prefixes, draft_caches: Prefixes) -> None:
         """Make all that the text is written with; raises what is wrong.
 
         draft_caches: where draft models keep theirs.
         """
+        self.prefixes = prefixes
         request, prompt, loaded = self.request, self.prompt, self.loaded
         tokenizer, vocab_size = loaded.tokenizer, vocab_size_of(loaded.model)
         sampling = Sampling(**{**loaded.sampling, **request.sampling})
@@ -223,20 +224,31 @@ class AskedText:
         inputs = {"input_ids": mx.array([self.prompt.tokens])} if seen is None else seen.inputs
         return embed(self.loaded.model, caches, inputs)
 
-    def begin(self, prefixes: Prefixes) -> tuple[list[Any] | None, int]:
+    def begin(self) -> tuple[list[Any] | None, int]:
         """The caches that are kept of the text, or None, and how much of it they hold.
 
         The client is told, the first time, how much of its prompt need not be read.
         """
         keys = self.keys
-        caches, rest = prefixes.fetch_nearest_cache(self.loaded.place, keys)
+        caches, rest = self.prefixes.fetch_nearest_cache(self.loaded.place, keys)
         num_read = len(keys) - len(rest)
         if not self.is_begun:
             self.is_begun, self.num_cached = True, num_read
-            self.show_progress(num_read)
+            self._show_progress(num_read)
         return caches, num_read
 
-    def show_progress(self, done: int) -> None:
+    def keep(self, num_tokens: int, caches: list[Any], *, has_ended: bool = False) -> None:
+        """Keep caches that hold the first tokens of prompt and text; has_ended: in a file too."""
+        place, held = self.loaded.place, self.keys[:num_tokens]
+        self.prefixes.insert_cache(place, held, caches, has_ended=has_ended)
+
+    def was_read(self, keep: Callable[[AskedText], None], done: int, total: int) -> None:
+        """Note how far the prompt is read. `keep` keeps what could not be gone back to."""
+        self._show_progress(done)
+        if self.loaded.is_stateful and 0 < done < total:
+            keep(self)
+
+    def _show_progress(self, done: int) -> None:
         """Tell the client how much of the prompt is read, unless there is text already."""
         if not self.written:
             total = len(self.prompt.tokens)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
@@ -51,48 +50,12 @@ def options_for(loaded: Loaded, settings: ServerSettings) -> Options:
     )
 
 
-class Writing(ABC):
-    """Texts of one model that are written. texts: those that have not ended, by their numbers."""
-
-    def __init__(self, loaded: Loaded, settings: ServerSettings, prefixes: Prefixes) -> None:
-        self.loaded, self.settings, self.prefixes = loaded, settings, prefixes
-        self.insert_cache = partial(prefixes.insert_cache, loaded.place)
-        self.texts = dict[int, AskedText]()
-
-    @property
-    @abstractmethod
-    def has_place(self) -> bool:
-        """True if one more text may join."""
-
-    @abstractmethod
-    def with_another(self, text: AskedText) -> Writing:
-        """The way to write these texts and another one."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """Read a part of a prompt, or write a token; an error ends the texts that it is of."""
-
-    @abstractmethod
-    def keep(self, text: AskedText) -> None:
-        """Keep a copy of what the caches hold of a text."""
-
-    @abstractmethod
-    def close(self, error: Exception) -> None:
-        """End all texts, for a reason."""
-
-    def was_read(self, text: AskedText, done: int, total: int) -> None:
-        """Note how far a prompt is read. What could not be gone back to is kept."""
-        text.show_progress(done)
-        if self.loaded.is_stateful and 0 < done < total:
-            self.keep(text)
-
-
-class WritingAlone(Writing):
+class WritingAlone:
     """One text, written by the loop."""
 
     def __init__(self, text: AskedText, settings: ServerSettings, prefixes: Prefixes) -> None:
-        super().__init__(text.loaded, settings, prefixes)
-        self.text, self.texts = text, {0: text}
+        self.text, self.texts = text, [text]
+        self.loaded, self.settings, self.prefixes = text.loaded, settings, prefixes
         self.generation: Generation | None = None
         self._tokens = self._written()
 
@@ -102,7 +65,7 @@ class WritingAlone(Writing):
         is_read = self.generation is not None and self.generation.is_prefilled
         return self.loaded.has_rows and (is_read or self.text.prompt.seen is None)
 
-    def with_another(self, text: AskedText) -> Writing:
+    def with_another(self, text: AskedText) -> WritingTogether:
         """Both as rows of a batch; this text goes on from its caches."""
         self._leave()
         batch = WritingTogether(self.loaded, self.settings, self.prefixes)
@@ -111,7 +74,7 @@ class WritingAlone(Writing):
     def _written(self) -> Generator[Token | None, None, None]:
         """The tokens of the text; None where a part of its prompt was read."""
         text, model = self.text, self.loaded.model
-        caches, num_read = text.begin(self.prefixes)
+        caches, num_read = text.begin()
         shared = options_for(self.loaded, self.settings)
         own = split_cache(model, caches, shared)[0]
         options = replace(
@@ -125,7 +88,7 @@ class WritingAlone(Writing):
             prefill_stops=text.prompt.ends,
             prompt_cache=own,
             input_embeddings=text.embeddings(own),
-            prompt_progress_callback=partial(self.was_read, text),
+            prompt_progress_callback=partial(text.was_read, self.keep),
         )
         generation = self.generation = assemble(
             model,
@@ -165,8 +128,7 @@ class WritingAlone(Writing):
         """Keep a copy of what the caches hold of the prompt."""
         assert self.generation is not None
         held = self.generation.target.rollback
-        caches = copy.deepcopy(held.caches)
-        self.insert_cache(text.keys[: held.position], caches, has_ended=False)
+        text.keep(held.position, copy.deepcopy(held.caches))
 
     def close(self, error: Exception) -> None:
         """End the text. Its caches are kept unless it failed."""
@@ -176,7 +138,7 @@ class WritingAlone(Writing):
 
     def _leave(self, *, keeps: bool = True) -> None:
         """Stop where the text is, and keep its caches."""
-        self.texts = {}
+        self.texts = []
         try:
             self._tokens.close()
         except CacheRollbackError as error:
@@ -186,15 +148,15 @@ class WritingAlone(Writing):
             return
         held, is_read = generation.target.rollback, generation.is_prefilled
         if held.position and (is_read or self.settings.kv_bits is None):
-            keys = self.text.keys[: held.position]
-            self.insert_cache(keys, held.caches, has_ended=is_read)
+            self.text.keep(held.position, held.caches, has_ended=is_read)
 
 
-class WritingTogether(Writing):
-    """Several texts, written as the rows of one batch."""
+class WritingTogether:
+    """Several texts, written as the rows of one batch. texts: by their numbers there."""
 
     def __init__(self, loaded: Loaded, settings: ServerSettings, prefixes: Prefixes) -> None:
-        super().__init__(loaded, settings, prefixes)
+        self.loaded, self.settings, self.prefixes = loaded, settings, prefixes
+        self.texts = dict[int, AskedText]()
         self.batch = BatchGeneration(
             loaded.model,
             options=options_for(loaded, settings),
@@ -211,10 +173,10 @@ class WritingTogether(Writing):
         """True if one more text may join."""
         return len(self.texts) < self.batch.schedule.max_texts
 
-    def with_another(self, text: AskedText) -> Writing:
+    def with_another(self, text: AskedText) -> WritingTogether:
         """These rows and another one, which begins or goes on; an error ends that text alone."""
         try:
-            caches, num_read = text.begin(self.prefixes)
+            caches, num_read = text.begin()
             length = None if text.num_draft_tokens == "auto" else text.num_draft_tokens
             drafting = OwnDrafting(without_readers(text.drafter), text.rule, length)
             uid = self.batch.insert(
@@ -231,7 +193,7 @@ class WritingTogether(Writing):
                     is_end=text.take if text.may_end_early else None,
                     stats=text.stats,
                     stops=text.prompt.ends,
-                    on_progress=partial(self.was_read, text),
+                    on_progress=partial(text.was_read, self.keep),
                 )
             )
         except Exception as error:
@@ -270,7 +232,7 @@ class WritingTogether(Writing):
         try:
             if text.give(row.token):
                 if row.prompt_cache is not None:
-                    self.insert_cache(text.keys[: row.num_cached], row.prompt_cache)
+                    text.keep(row.num_cached, row.prompt_cache, has_ended=True)
                 del self.texts[row.uid]
                 self.batch.schedule.remove(row.uid)
         except Exception as error:
@@ -278,17 +240,15 @@ class WritingTogether(Writing):
 
     def keep(self, text: AskedText) -> None:
         """Keep what was read of a prompt so far, or what the caches hold of its text."""
-        schedule, known = self.batch.schedule, text.keys[:-1]
+        schedule, num_known = self.batch.schedule, len(text.keys) - 1
         for reading in schedule.reading:
             if self.texts.get(reading.uid) is text and (num_read := reading.reader.num_read):
-                caches = copy.deepcopy(reading.reader.caches.caches)
-                self.insert_cache(text.keys[:num_read], caches, has_ended=False)
+                text.keep(num_read, copy.deepcopy(reading.reader.caches.caches))
         for row, writing in enumerate(schedule.writing):
             if self.texts.get(writing.uid) is text:
                 with suppress(CacheRollbackError), mx.stream(self.batch.options.stream):
                     alone = self.batch.passes.extract(row)
-                    held = known[: alone.rewind_to(len(known))]
-                    self.insert_cache(held, alone.caches, has_ended=False)
+                    text.keep(alone.rewind_to(num_known), alone.caches)
 
     def _give_up(self, uid: int, error: Exception) -> None:
         self.batch.schedule.remove(uid)
@@ -302,6 +262,10 @@ class WritingTogether(Writing):
         if self._steps is not None:
             self._steps.close()
         self.batch.on_error = None  # or caches live on in a circle
+
+
+Writing = WritingAlone | WritingTogether
+"""Texts that are written, by a way that was chosen once."""
 
 
 def without_readers(drafter: Drafter | None) -> Drafter | None:
