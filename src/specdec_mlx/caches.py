@@ -561,36 +561,3 @@ def check_usable(caches: Sequence[Any]) -> None:
                 f"prompt_cache holds a {type(cache).__name__} that is not usable: {reason} Make "
                 "new caches and start from the prompt."
             )
-
-
-def check_caches_fit(model: nn.Module, caches: Sequence[Any]) -> None:
-    """Raise ValueError for a draft model's caches that another model made or filled.
-
-    A pass that is never computed tells which kinds and sizes the model fills.
-    """
-    fresh = make_prompt_cache(model)
-    model(mx.array([[0]]), cache=fresh)
-    given, due = ([_about(cache) for cache in leaves(x)] for x in (caches, fresh))
-    if len(caches) == len(fresh) and len(given) == len(due):
-        pairs = zip(given, due, strict=True)
-        if all(
-            kind is other and (sizes is None or sizes == right)
-            for (kind, sizes), (other, right) in pairs
-        ):
-            return
-    raise ValueError(
-        f"prompt_cache holds {len(caches)} caches behind the target's that are not the draft "
-        f"model's; expected {len(fresh)}, as of mlx_lm.models.cache.make_prompt_cache(model) for "
-        "the draft model, which alone has filled them."
-    )
-
-
-def _about(cache: Any) -> tuple[type, list[Any] | None]:
-    """The class of a cache, and the sizes of what it holds; None where nothing is there."""
-    if isinstance(cache, ArraysCache):
-        is_filled = all(slot is not None for slot in cache.cache)
-        return type(cache), [slot.shape[1:] for slot in cache.cache] if is_filled else None
-    keys: Any = getattr(cache, "keys", None)
-    is_array = isinstance(keys, mx.array)
-    sizes = [keys.shape[1], keys.shape[-1]] if is_array else None
-    return KVCache if isinstance(cache, READABLE) else type(cache), sizes

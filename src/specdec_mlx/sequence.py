@@ -29,7 +29,6 @@ from specdec_mlx.caches import (
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.errors import PromptError
 from specdec_mlx.options import Options
-from specdec_mlx.token_ids import to_ids
 
 if TYPE_CHECKING:
     from specdec_mlx.target import Verifier
@@ -235,17 +234,6 @@ class PromptReader:
     on_progress: Callable[[int, int], None] = lambda done, total: None
     stream: Any = None
     seconds: float = 0.0
-
-    @classmethod
-    def of_model(
-        cls, model: nn.Module, prompt: Sequence[int], caches: Rollback, **options: Any
-    ) -> PromptReader:
-        """A reader that runs a model, where no generation is under way yet."""
-
-        def feed(size: int) -> mx.array:
-            return caches.forward(model, to_ids(prompt[caches.position :][:size]))
-
-        return cls(prompt, caches, feed, **options)
 
     @property
     def num_read(self) -> int:

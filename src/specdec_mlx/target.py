@@ -656,5 +656,6 @@ class Verifier:
     def drafted_ids(self, draft: Draft) -> mx.array:
         """The draft's tokens as ids that exist; wrong ones are an error once they can be read."""
         if isinstance(draft.tokens, mx.array):
-            return mx.minimum(draft.tokens, self.vocab_size - 1).astype(mx.uint32)
+            # as uint32, negative ids are too large as well
+            return mx.minimum(to_ids(draft.tokens), self.vocab_size - 1)
         return mx.array([*draft.tokens], mx.uint32)
