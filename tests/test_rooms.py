@@ -57,7 +57,7 @@ TOKENS = {
     "core": 28_900,
     "library": 125_000,
     "lab": 73_000,
-    "server": 44_600,
+    "server": 44_700,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

@@ -144,8 +144,8 @@ class Engine:
         What takes longer than a grace period is left as it is; its clients are told all the same.
         """
         self._tell_to_end()
-        if self.ranks.are_several:  # which wait for each other
-            self._has_kept.wait()
+        if self.ranks.are_several:  # which wait for each other, and end as Python ends
+            self._has_ended.wait()
         begun, spent = time.monotonic(), time.process_time()
         while not self._has_kept.wait(0.02):
             if time.monotonic() - begun > GRACE or time.process_time() - spent > GRACE_OF_PROCESSOR:
