@@ -22,7 +22,8 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx import Sampling, speculate
 from specdec_mlx.caches import Rollback
 from specdec_mlx.exactness import probe as exactness
-from specdec_mlx.exactness.probe import first_inexact, probe, tree_report
+from specdec_mlx.exactness.probe import first_inexact, tree_report
+from specdec_mlx.lab.probing import probe
 from specdec_mlx.loop import Token
 from specdec_mlx.models import anatomy as watching
 from specdec_mlx.target import Verifier

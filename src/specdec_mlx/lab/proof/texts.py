@@ -15,10 +15,9 @@ from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.exactness.probe import ProbeReport, probe
-from specdec_mlx.exactness.rounding import near_tie
 from specdec_mlx.lab.bench.summary import first_difference, top_two_gap
 from specdec_mlx.lab.bench.timing import plain
+from specdec_mlx.lab.probing import ProbeReport, near_tie, probe
 from specdec_mlx.lab.proof.report import Finding, Status
 from specdec_mlx.lab.proof.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.token_ids import to_list
