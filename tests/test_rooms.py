@@ -114,6 +114,7 @@ WRONG_IMPORTS = [
     ("loop", "draft_length.drafting", "drafters.model"),
     ("loop", "caches", "rules"),
     ("loop", "draft_length.auto", "drafters.model"),
+    ("proof", "lab.proof.texts", "lab.bench.timing"),
     ("views", "views.html", "loop"),
     ("views", "stats.account", "caches"),
 ]

@@ -16,10 +16,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 
-from specdec_mlx.lab.bench.prompts import Task
 from specdec_mlx.lab.bench.timing import PLAIN, Sample, Way
 from specdec_mlx.lab.counterfactual import ratio_of
 from specdec_mlx.lab.probing import near_tie, probe
+from specdec_mlx.lab.prompts import Task
 
 ALL = "all"
 
