@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.lab.bench.record import load_record
+from specdec_mlx.lab.bench.replay import score_record
 from specdec_mlx.lab.papers.ngram_table import NGramTable
 from specdec_mlx.memory import Memory
 
@@ -33,3 +36,17 @@ def test_a_tuning_is_read() -> None:
     assert drafts.steps.first
     assert not look_ups.steps.first
     assert tuning.cost_model().ratios[4][0] == 1.954265414503188
+
+
+def test_a_benchmark_is_read_and_replayed() -> None:
+    """Its samples too, which then had no tokens."""
+    record = load_record(WRITTEN / "benchmark.json")
+    assert [text.id for text in record.texts] == ["a0", "b1"]
+    assert {len(text.generated) for text in record.texts} == {12}
+    assert record.live_ratio("model", "auto", "all") == 0.8278771259833537
+    assert record.settings.vocab_size == 257
+    assert record.cost is not None
+    assert record.cost(64) == record.cost.seconds[-1]
+    assert {sample.num_tokens for sample in record.samples} == {12}
+    scored = score_record(record, {"prompt-lookup": PromptLookupDrafter()}, ["4"], record.cost)
+    assert [r.category for r in scored.results] == ["a", "b", "all"]

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 Kind = TypeVar("Kind")
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def cache_root() -> Path:

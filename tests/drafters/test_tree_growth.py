@@ -32,7 +32,7 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.lab.bench.cost import linear_cost
-from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.prompts import RecordedText
 from specdec_mlx.lab.bench.replay import RecordedTarget, replay_text
 from specdec_mlx.lab.papers.recycling import SuccessorTable
 from specdec_mlx.lab.papers.tree_drafts import texts_of

@@ -17,16 +17,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from filelock import FileLock
 from jaxtyping import Int
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from specdec_mlx.errors import MemoryFileError
-from specdec_mlx.files import parse
+from specdec_mlx.files import Count, parse
 
 MAGIC = b"SDMEM\x00\x00\x01"
 ALIGNMENT = 64
@@ -34,7 +34,6 @@ LONGEST_HEADER = 2**28
 UNFINISHED = ".specdec-unfinished"
 
 Integers = Int[np.ndarray, " n"]
-Count = Annotated[int, Meta(ge=0)]
 
 
 class Saving(Struct):
@@ -44,8 +43,8 @@ class Saving(Struct):
     id: str
 
 
-class Header(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Header of a file of one kind; each kind adds fields.
+class FileHeader(Struct, kw_only=True, forbid_unknown_fields=True):
+    """FileHeader of a file of one kind; each kind adds fields.
 
     id, size, crc32: of the saving, bytes and checksum of the rest, filled in by `write_file`.
     """
@@ -57,7 +56,7 @@ class Header(Struct, kw_only=True, forbid_unknown_fields=True):
     tokenizer: str | None
 
 
-H = TypeVar("H", bound=Header)
+H = TypeVar("H", bound=FileHeader)
 S = TypeVar("S", bound=Struct)
 
 
@@ -75,7 +74,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def write_file(path: Path, header: Header, arrays: Sequence[Any]) -> str:
+def write_file(path: Path, header: FileHeader, arrays: Sequence[Any]) -> str:
     """Write a header and int32 arrays [n] whole or not, the lock held; the saving's id."""
     content = b"".join(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays)
     identity = uuid.uuid4().hex

@@ -17,7 +17,7 @@ from specdec_mlx.arguments import wrong
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory import file
-from specdec_mlx.memory.file import Header, Integers, check_folder_of, locked
+from specdec_mlx.memory.file import FileHeader, Integers, check_folder_of, locked
 from specdec_mlx.models.loading import PerModel
 
 SAVE_EVERY = 60.0  # seconds between two savings of an opened file: what a killed process loses
@@ -36,7 +36,7 @@ class KeptFile(ABC):
     """
 
     kind: ClassVar[str]
-    header: ClassVar[type[Header]]
+    header: ClassVar[type[FileHeader]]
     what: ClassVar[str]
 
     def __init__(self, tokenizer: Any) -> None:
@@ -54,8 +54,8 @@ class KeptFile(ABC):
         """A new one with the same bounds, of no tokenizer yet."""
 
     @abstractmethod
-    def _content(self, in_public: bool) -> tuple[Header, Sequence[Any]]:
-        """Header and int32 arrays [n] of a file; in public without the names of files read."""
+    def _content(self, in_public: bool) -> tuple[FileHeader, Sequence[Any]]:
+        """FileHeader and int32 arrays [n] of a file; in public without the names of files read."""
 
     @classmethod
     @abstractmethod

@@ -17,7 +17,8 @@ from msgspec import Meta
 
 from specdec_mlx.arguments import PROCESS as PROCESS
 from specdec_mlx.arguments import whole, wrong
-from specdec_mlx.memory.file import Count, Header, Integers
+from specdec_mlx.files import Count
+from specdec_mlx.memory.file import FileHeader, Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import KeptFile, opened
 from specdec_mlx.progress import progress_bar
@@ -84,8 +85,8 @@ class Update:
     skipped: int
 
 
-class TextsHeader(Header, kw_only=True):
-    """Header of a memory's file.
+class TextsHeader(FileHeader, kw_only=True):
+    """FileHeader of a memory's file.
 
     indexes: [tokens, places] of each. sources: state and digest of each file that was read.
     """
@@ -229,7 +230,7 @@ class Memory(KeptFile):
                 together = sum((index.ids for index in self.indexes), array("i"))
                 self.indexes = (ContextIndex(together),)
 
-    def _content(self, in_public: bool) -> tuple[Header, Sequence[Any]]:
+    def _content(self, in_public: bool) -> tuple[FileHeader, Sequence[Any]]:
         header = TextsHeader(
             kind=self.kind,
             tokenizer=self.tokenizer,

@@ -17,12 +17,13 @@ from specdec_mlx.drafters.ngram import (
     NGramDrafter,
     NGramSession,
 )
-from specdec_mlx.memory.file import Count, Header, Integers
+from specdec_mlx.files import Count
+from specdec_mlx.memory.file import FileHeader, Integers
 from specdec_mlx.memory.kept import KeptFile, opened
 
 
-class TableHeader(Header, kw_only=True):
-    """Header of a table's file.
+class TableHeader(FileHeader, kw_only=True):
+    """FileHeader of a table's file.
 
     bounds: max_order, min_order, max_entries. orders: [order, number of n-grams] of each.
     """
@@ -106,7 +107,7 @@ class NGramTable(KeptFile):
             super().save(path)
             self._unsaved.clear()
 
-    def _content(self, in_public: bool) -> tuple[Header, Sequence[Any]]:
+    def _content(self, in_public: bool) -> tuple[FileHeader, Sequence[Any]]:
         rows = list(self._counts.ngrams())
         numbers = [n for ngram, times in rows for n in (*ngram, times)]
         header = TableHeader(
