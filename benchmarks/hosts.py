@@ -49,7 +49,10 @@ if "outlines" in sys.argv and not mx.metal.is_available():  # its kernel, in MLX
 if sys.argv[1] == "stock":
     import specdec_mlx
     specdec_mlx.install = lambda *args, **options: None
-    specdec_mlx.remember = lambda *args: None
+    import importlib
+    steps = importlib.import_module("mlx_lm.generate")
+    step = steps.generate_step
+    steps.generate_step = lambda *args, history=None, **options: step(*args, **options)
 """
 AFTER = """
 import json
@@ -81,7 +84,7 @@ HOSTS = {
         Host("smolagents", "smolagents", ("smolagents",), "install()"),
         Host("Outlines", "outlines", ("outlines[mlxlm]",), "install()"),
         Host("lm-eval", "lm_eval", ("lm-eval",), "install()"),
-        Host("A program that reads the prompt itself", "mlx_lm", (), "install(), remember()"),
+        Host("A program that reads the prompt itself", "mlx_lm", (), "install(), history="),
         Host("litellm", "litellm", ("litellm",), "server", STOCK),
         Host("dspy", "dspy", ("dspy",), "server", STOCK),
         Host("instructor", "instructor", ("instructor",), "server", f"{OURS} --drafter none"),

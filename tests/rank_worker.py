@@ -71,7 +71,7 @@ def drafter(name: str, model: nn.Module) -> Any:
     if name in HEADS:
         return sd.load_head(lab.head_path(name), sharded())
     if name == "first of":
-        return sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(model))
+        return sd.drafters.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(model))
     return make_drafter(name, draft_model=model)
 
 
@@ -137,7 +137,7 @@ def every_rank() -> None:
     drafters = {
         "sent": (sent, sent),
         "model": (model, model),
-        "first of": (sd.FirstOf(sd.PromptLookupDrafter(), model),) * 2,
+        "first of": (sd.drafters.FirstOf(sd.PromptLookupDrafter(), model),) * 2,
         "head": (replace(head, on_every_rank=True), one_head),
     }
     send, ways = Ranks.from_first, (("block", 4), ("coupled", "auto"))

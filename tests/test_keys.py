@@ -46,8 +46,8 @@ def kept(drafter: Drafter) -> Drafter:
 WRAPPERS: list[Callable[[Drafter], Drafter]] = [
     lambda drafter: kept(kept(drafter)),
     kept,
-    lambda drafter: sd.FirstOf(sd.FirstOf(drafter)),
-    lambda drafter: kept(sd.FirstOf(drafter)),
+    lambda drafter: sd.drafters.FirstOf(sd.drafters.FirstOf(drafter)),
+    lambda drafter: kept(sd.drafters.FirstOf(drafter)),
 ]
 
 
@@ -62,7 +62,7 @@ def test_a_wrapper_goes_on_with_the_history_of_what_it_wraps(
     for drafter, parts in (
         (look_up, [look_up]),
         (model, [model]),
-        (sd.FirstOf(look_up, sd.FirstOf(model)), [look_up, model]),
+        (sd.drafters.FirstOf(look_up, sd.drafters.FirstOf(model)), [look_up, model]),
     ):
         tuning = Tuning()
         learn(target, parts[0], tuning)
@@ -75,14 +75,14 @@ def test_two_draft_models_on_one_target_share_no_history(target: nn.Module, tmp_
     one, two = (sd.ModelDrafter(tiny.build("qwen2", seed=seed)) for seed in (1, 2))
     tuning = Tuning()
     learn(target, one, tuning)
-    first = deepcopy(tuning.of(one.key).as_dict())
+    first = deepcopy(tuning.of(one.key).saved())
     learn(target, two, tuning)
-    assert tuning.of(one.key).as_dict() == first != tuning.of(two.key).as_dict()
+    assert tuning.of(one.key).saved() == first != tuning.of(two.key).saved()
     tuning.save(tmp_path / "tuning.json")
     loaded = Tuning.load(tmp_path / "tuning.json")
     assert set(loaded.drafters) == {one.key, two.key}
     for key in (one.key, two.key):
-        assert loaded.of(key).as_dict() == tuning.of(key).as_dict()
+        assert loaded.of(key).saved() == tuning.of(key).saved()
     assert loaded.of("another", look_up=True) == Tuning().of("new", look_up=True)
 
 
@@ -96,8 +96,8 @@ DIFFERENT: list[Callable[[], Any]] = [
     lambda: sd.ModelDrafter(MODEL, greedy=True),
     lambda: sd.ModelDrafter(MODEL, draft_temp=0.5),
     GrammarDrafter,
-    lambda: sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
-    lambda: sd.FirstOf(sd.NGramDrafter(), sd.PromptLookupDrafter()),
+    lambda: sd.drafters.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
+    lambda: sd.drafters.FirstOf(sd.NGramDrafter(), sd.PromptLookupDrafter()),
 ]
 
 
@@ -136,9 +136,10 @@ def test_keys_are_the_same_in_every_process() -> None:
     """Nothing of a process is in them: no address, no hash of a str."""
     script = (
         "import tiny, specdec_mlx as sd; from specdec_mlx.contracts import key_of;"
-        "drafter = sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build('qwen2')));"
+        "parts = sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build('qwen2'));"
+        "drafter = sd.drafters.FirstOf(*parts);"
         "print(key_of(drafter), end='')"
     )
-    here = sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(MODEL))
+    here = sd.drafters.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(MODEL))
     options: dict[str, Any] = {"cwd": Path(__file__).parent, "text": True, "timeout": 240}
     assert subprocess.check_output([sys.executable, "-c", script], **options) == key_of(here)

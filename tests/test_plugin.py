@@ -32,7 +32,8 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx.cli.commands import main
-from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, patched, uninstall
+from specdec_mlx.errors import MlxLmVersionError
+from specdec_mlx.mlx_lm_plugin import install, patched, uninstall
 from specdec_mlx.sampling import read_sampler
 from specdec_mlx.sequence import SHOWS_PROMPT
 from tiny_model_folder import write_model_folder
@@ -104,7 +105,7 @@ del mlx_lm.models.cache.LRUPromptCache
 del mlx_lm.utils.does_model_support_input_embeddings
 before = dict(vars(steps))
 import specdec_mlx as sd
-from specdec_mlx.mlx_lm_plugin import MlxLmVersionError
+from specdec_mlx.errors import MlxLmVersionError
 assert all(vars(steps)[name] is value for name, value in before.items())
 try:
     sd.install()
@@ -325,9 +326,8 @@ def test_a_host_that_reads_the_prompt_itself_names_it(pair: Pair) -> None:
         for is_named in (False, True):
             caches = make_prompt_cache(model)
             model(mx.array([prompt[:-1]]), cache=caches)
-            if is_named:
-                sd.remember(caches, prompt)
-            assert stock(pair, prompt[-1:], prompt_cache=caches) == expected
+            named = {"history": prompt[:-1]} if is_named else {}
+            assert stock(pair, prompt[-1:], prompt_cache=caches, **named) == expected
             stats: Any = speculation.stats
             said[is_named] = stats
             assert stats.num_unnamed == (0 if is_named else len(prompt) - 1)

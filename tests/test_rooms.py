@@ -37,7 +37,7 @@ TOTALS = {
     "files": 206,
     "numeric constants": 181,
     "protocols": 21,
-    "public names": 31,
+    "public names": 20,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
 token takes are in test_host_time."""

@@ -1,9 +1,8 @@
 """Speculative decoding for mlx-lm: the same text, sooner.
 
-Errors are in `errors`, results of a generation in `generation`, further drafters, rules and
-statistics in `drafters`, `rules` and `stats`, models that read images in `vision`; `lab` has
-instruments, proofs, training and systems of papers. Importing this package imports nothing else: a
-module is imported when a name of it is used.
+The other names stand in `drafters`, `rules`, `errors`, `stats` and `lab`, which has instruments,
+proofs, training and systems of papers. `vision` reads images, and `generation` has the responses.
+Importing this package has no effect: a module is imported when a name of it is used.
 """
 
 from importlib import import_module as _import_module
@@ -13,20 +12,16 @@ if TYPE_CHECKING:
     from specdec_mlx import drafters as drafters
     from specdec_mlx import errors as errors
     from specdec_mlx import generation as generation
+    from specdec_mlx import lab as lab
     from specdec_mlx import rules as rules
     from specdec_mlx import stats as stats
     from specdec_mlx import vision as vision
     from specdec_mlx.batch_generation import batch_generate as batch_generate
     from specdec_mlx.batch_generation import batch_stream_generate as batch_stream_generate
-    from specdec_mlx.contracts import AcceptanceRule as AcceptanceRule
     from specdec_mlx.contracts import Draft as Draft
-    from specdec_mlx.contracts import DraftContext as DraftContext
     from specdec_mlx.contracts import Drafter as Drafter
     from specdec_mlx.contracts import DraftSession as DraftSession
-    from specdec_mlx.draft_length.store import Tuning as Tuning
-    from specdec_mlx.drafters.choosing.registry import make_drafter as make_drafter
     from specdec_mlx.drafters.first_of import BestOf as BestOf
-    from specdec_mlx.drafters.first_of import FirstOf as FirstOf
     from specdec_mlx.drafters.heads.loading import load_head as load_head
     from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
     from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
@@ -39,39 +34,34 @@ if TYPE_CHECKING:
     from specdec_mlx.mlx_lm_plugin import install as install
     from specdec_mlx.mlx_lm_plugin import patched as patched
     from specdec_mlx.mlx_lm_plugin import uninstall as uninstall
+    from specdec_mlx.options import Options as Options
     from specdec_mlx.sampling import Sampling as Sampling
-    from specdec_mlx.sequence import remember as remember
 
 __version__ = "0.1.0"
 
 _PLACES = {
-    "AcceptanceRule": "contracts",
     "BestOf": "drafters.first_of",
     "Draft": "contracts",
-    "DraftContext": "contracts",
     "DraftSession": "contracts",
     "Drafter": "contracts",
-    "FirstOf": "drafters.first_of",
     "Memory": "memory",
     "ModelDrafter": "drafters.model",
     "NGramDrafter": "drafters.ngram",
+    "Options": "options",
     "PromptLookupDrafter": "drafters.prompt_lookup",
     "Sampling": "sampling",
     "SuffixDrafter": "drafters.suffix",
-    "Tuning": "draft_length.store",
     "batch_generate": "batch_generation",
     "batch_stream_generate": "batch_generation",
     "generate": "generation",
     "install": "mlx_lm_plugin",
-    "patched": "mlx_lm_plugin",
     "load_head": "drafters.heads.loading",
-    "make_drafter": "drafters.choosing.registry",
-    "remember": "sequence",
+    "patched": "mlx_lm_plugin",
     "speculate": "loop",
     "stream_generate": "generation",
     "uninstall": "mlx_lm_plugin",
 }
-_ROOMS = ("drafters", "errors", "generation", "rules", "stats", "vision")
+_ROOMS = ("drafters", "errors", "generation", "lab", "rules", "stats", "vision")
 
 __all__ = [*_PLACES]
 
@@ -84,8 +74,9 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(_import_from(_PLACES[name]), name)
         return value
     raise AttributeError(
-        f"module 'specdec_mlx' has no attribute {name!r}. Errors are in specdec_mlx.errors; other "
-        "drafters, rules, statistics and responses in its drafters, rules, stats and generation."
+        f"module 'specdec_mlx' has no attribute {name!r}. Other drafters are in "
+        "specdec_mlx.drafters, rules in .rules, errors in .errors, statistics in .stats, responses "
+        "in .generation, and what is for research in .lab."
     )
 
 

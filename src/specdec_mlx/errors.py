@@ -69,5 +69,9 @@ class MissingBackendError(ImportError):
     """MLX has no backend here, or one that does not load."""
 
 
+class MlxLmVersionError(RuntimeError):
+    """This mlx-lm is not one that can be extended."""
+
+
 class RankError(RuntimeError):
     """Ranks of one generation do not do the same, or another one failed."""

@@ -14,10 +14,9 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.arguments import check_names, wrong
-from specdec_mlx.contracts import Drafter, Origin, models_of
-from specdec_mlx.drafters.choosing.choice import resolve
-from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.arguments import DEFAULT_DRAFTER, check_names, wrong
+from specdec_mlx.contracts import Origin, models_of
+from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.guided import with_forced
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import Token as Token
@@ -191,8 +190,8 @@ class GenerateArguments(TextArguments, total=False):
     """The keyword arguments of `generate`."""
 
     max_tokens: int
-    draft_model: nn.Module | Drafter | str | Path | None
-    drafter: Drafter | str | None
+    draft_model: nn.Module | str | None
+    drafter: AnyDrafter
 
 
 def stream_generate(
@@ -200,8 +199,8 @@ def stream_generate(
     tokenizer: Any,
     prompt: Prompt,
     max_tokens: int = 256,
-    draft_model: nn.Module | Drafter | str | Path | None = None,
-    drafter: Drafter | str | None = DEFAULT_DRAFTER,
+    draft_model: nn.Module | str | None = None,
+    drafter: AnyDrafter = DEFAULT_DRAFTER,
     **options: Unpack[TextArguments],
 ) -> Generator[SpeculativeResponse, None, None]:
     """Stream the same text as `mlx_lm.stream_generate`, sooner.
@@ -211,11 +210,11 @@ def stream_generate(
         tokenizer: its tokenizer, as `mlx_lm.load` gives it.
         prompt: text; token ids; or chat messages, which go through the chat template.
         max_tokens: tokens to generate, -1 for no limit.
-        draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one with any, or of a trained head; "auto" for one here that fits. It competes with
-            look-up; a drafter that is named is asked first.
-        drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
-            decoding.
+        draft_model: a loaded small model, as in mlx-lm, which competes with the drafter for each
+            draft; "auto" for a model or a head on this machine that fits.
+        drafter: a drafter; the name of one with options ("ngram:max_order=3"); the folder or
+            Hugging Face repository of a model or a trained head, which is loaded for this call; or
+            a list of these, which compete. None for plain decoding.
         options: the fields of `Options`, by name.
 
     Yields:
@@ -225,7 +224,7 @@ def stream_generate(
         UnknownNameError: no drafter, rule or policy has this name.
         TokenizerMismatchError: the draft model's tokenizer, or the target's, does not give back
             text.
-        ModelFolderError: there is no draft model of this name.
+        ModelFolderError, HeadError: there is no such model, or the head does not fit the target.
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
     """

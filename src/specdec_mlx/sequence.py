@@ -282,9 +282,8 @@ NAME = "specdec_mlx_tokens"
 def remember(prompt_cache: Sequence[Any] | None, tokens: Sequence[int] | mx.array) -> None:
     """Name the tokens that a prompt cache holds, for drafters of generations that go on from it.
 
-    A generation of ours does so itself at its end. A host that reads a prompt with the model names
-    it before it calls `speculate`, `stream_generate`, or mlx-lm's calls under `install`. Names stay
-    with the caches through `trim_prompt_cache` and `copy.deepcopy`, not through a file.
+    A generation does so at its end. The names stay with the caches through `trim_prompt_cache` and
+    `copy.deepcopy`, not through a file.
 
     Args:
         prompt_cache: the target's caches, a draft model's may follow.

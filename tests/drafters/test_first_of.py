@@ -144,7 +144,7 @@ class Wrapped(Wrapper):
         return self.drafter.begin(prompt, context)
 
 
-@in_one_test("wrap", [lambda d: d, Wrapped, sd.FirstOf])
+@in_one_test("wrap", [lambda d: d, Wrapped, sd.drafters.FirstOf])
 @in_one_test("order", [1, -1])
 def test_each_is_asked_within_its_own_limit(
     order: int, wrap: Any, model: Any, text: list[int]
@@ -159,7 +159,7 @@ def test_each_is_asked_within_its_own_limit(
         (wrong(text), 3, 0),
     ):
         pair, length = [cheap, costly(text)], Limits(cheap=9, expensive=limit, keep=keep)
-        run(model, text, wrap(sd.FirstOf(*pair[::order])), length)
+        run(model, text, wrap(sd.drafters.FirstOf(*pair[::order])), length)
         assert max([0, *pair[1].asked]) == limit
         assert (order == -1 and limit) or max(cheap.asked) == 9
         assert sum(record.accepted for record in length.records) > NUM_TOKENS / 2
@@ -174,7 +174,7 @@ def test_an_expensive_one_that_does_not_pay_leaves_the_pipeline(
     """
     for expensive, least in ((0, NUM_TOKENS - 16), (1, 0)):
         length = Limits(cheap=6, expensive=expensive)
-        run(model, text, sd.FirstOf(nothing(), costly(text)), length)
+        run(model, text, sd.drafters.FirstOf(nothing(), costly(text)), length)
         num_ahead = sum(record.ahead for record in length.records)
         assert num_ahead >= least if least else num_ahead == 0
 
@@ -193,8 +193,8 @@ def test_the_memory_limit_counts_models_inside(monkeypatch: pytest.MonkeyPatch) 
         *(tiny.build(n, vocab_size=64) for n in ("qwen2", "llama")),
     )
     last = sd.ModelDrafter(two)
-    inner = sd.FirstOf(sd.ModelDrafter(one), last)
-    drafter = sd.FirstOf(sd.PromptLookupDrafter(min_ngram=1), inner, Wrapped(last))
+    inner = sd.drafters.FirstOf(sd.ModelDrafter(one), last)
+    drafter = sd.drafters.FirstOf(sd.PromptLookupDrafter(min_ngram=1), inner, Wrapped(last))
     list(sd.stream_generate(target, tiny_text.tokenizer(), [5, 17], 3, drafter=drafter))
     assert [id(m) for m in wired[0]] == [id(target), id(one), id(two)]
 
@@ -222,23 +222,27 @@ def test_a_drafter_that_stands_in_two_places_learns_from_each_of_its_drafts(
     """Two sessions with one key: whichever drafts, its confidence is there when its round ends."""
     draft = sd.ModelDrafter(model)
     auto = FreeSteps()
-    run(model, text, sd.FirstOf(wrong(text), draft, sd.FirstOf(draft)), auto)
+    run(model, text, sd.drafters.FirstOf(wrong(text), draft, sd.drafters.FirstOf(draft)), auto)
     assert auto.tuning.of(key_of(draft)).chances.recent > 0.5
 
 
 class Refusing:
     """A drafter that cannot serve this target, and one that must not have begun."""
 
-    def check(self, context: sd.DraftContext) -> None:
+    def check(self, context: sd.drafters.DraftContext) -> None:
         raise sd.errors.TokenizerMismatchError("another tokenizer")
 
-    def begin(self, prompt: Sequence[int], context: sd.DraftContext) -> Any:
+    def begin(self, prompt: Sequence[int], context: sd.drafters.DraftContext) -> Any:
         raise AssertionError("begun")
 
 
 @in_one_test(
     "wrap",
-    [lambda d: d, lambda d: sd.FirstOf(nothing(), d), lambda d: Wrapped(sd.FirstOf(d))],
+    [
+        lambda d: d,
+        lambda d: sd.drafters.FirstOf(nothing(), d),
+        lambda d: Wrapped(sd.drafters.FirstOf(d)),
+    ],
 )
 def test_a_drafter_that_cannot_serve_is_refused_before_any_pass(wrap: Any, model: Any) -> None:
     """A prompt may take minutes to read."""
@@ -330,7 +334,7 @@ def test_who_asks_outside_of_the_loop_gets_the_loops_choice(model: Any, text: li
 
 def test_combinations_leave_the_choice_to_the_loop() -> None:
     """They say who is asked; none of them has a `propose` that could answer otherwise."""
-    for kind in (sd.FirstOf, sd.BestOf):
+    for kind in (sd.drafters.FirstOf, sd.BestOf):
         session = kind(sd.SuffixDrafter(), sd.NGramDrafter()).begin(PROMPT, DraftContext())
         assert isinstance(session, SessionGroups)
         assert not hasattr(session, "propose")
@@ -386,14 +390,14 @@ def test_groups_are_asked_in_order(model: Any, text: list[int]) -> None:
     asked as one.
     """
     best = sd.BestOf(right(text, "a"), wrong(text, "b"))
-    drafter = sd.FirstOf(right(text[:12], "first"), best)
+    drafter = sd.drafters.FirstOf(right(text[:12], "first"), best)
     groups = session_groups(drafter.begin(PROMPT, DraftContext()), drafter.key)
     assert [[key for key, _ in group] for group in groups] == [["first"], ["a", "b"]]
     length = Limits(cheap=3, expensive=3)
     run(model, text, drafter, length)
     drafting = [r.part for r in length.records if r.drafted]
     assert drafting.index("a") == drafting.count("first") > 0
-    assert best.key not in (sd.FirstOf(*best.drafters).key, drafter.key)
+    assert best.key not in (sd.drafters.FirstOf(*best.drafters).key, drafter.key)
     tree = lab.TreeOf(sd.SuffixDrafter(), sd.NGramDrafter())
     groups = session_groups(sd.BestOf(tree, best).begin(PROMPT, DraftContext()), "")
     assert [key for key, _ in groups[0]] == [tree.key, "a", "b"]

@@ -82,8 +82,8 @@ def told(
 FORCED, LOOK_UP = sd.drafters.GrammarDrafter(), sd.PromptLookupDrafter(min_ngram=1)
 DRAFTERS: dict[str, Any] = {
     "grammar": lambda model: FORCED,
-    "grammar and look-up": lambda model: sd.FirstOf(FORCED, LOOK_UP),
-    "grammar and model": lambda model: sd.FirstOf(FORCED, sd.ModelDrafter(model)),
+    "grammar and look-up": lambda model: sd.drafters.FirstOf(FORCED, LOOK_UP),
+    "grammar and model": lambda model: sd.drafters.FirstOf(FORCED, sd.ModelDrafter(model)),
     "look-up": lambda model: LOOK_UP,
 }
 

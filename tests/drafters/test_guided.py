@@ -16,8 +16,8 @@ def test_each_grammar_has_one_drafter_and_no_other_has_any() -> None:
     for processors in ([], [lambda tokens, logits: logits]):
         assert with_forced(look_up, processors) is look_up
     assert with_forced(own, [grammar]) is own
-    for drafter in (look_up, sd.FirstOf(own, look_up)):
+    for drafter in (look_up, sd.drafters.FirstOf(own, look_up)):
         both = with_forced(drafter, [grammar])
-        assert isinstance(both, sd.FirstOf)
+        assert isinstance(both, sd.drafters.FirstOf)
         assert both.drafters[-1] is look_up
         assert len(both.drafters) == 2

@@ -255,7 +255,7 @@ def test_the_target_itself_in_other_tokens_is_accepted_whole() -> None:
 def begun(target: str, draft: str, name: str = "qwen2") -> Any:
     """A session, with the prompt observed."""
     drafter = sd.ModelDrafter(model(1, name), tokenizer(draft))
-    context = sd.DraftContext(
+    context = sd.drafters.DraftContext(
         sampling=sd.Sampling(temp=1.0), vocab_size=VOCAB, tokenizer=tokenizer(target)
     )
     return drafter.begin(tokenizer(target).encode(PROMPT), context)

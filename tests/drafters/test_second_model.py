@@ -52,7 +52,7 @@ def named(name: str, **options: Any) -> Any:
     if takes_model(name.partition(":")[0]):
         model, tokenizer = wide()
         options = {"draft_model": model, "draft_tokenizer": tokenizer} | options
-    return sd.make_drafter(name, **options)
+    return sd.drafters.make_drafter(name, **options)
 
 
 DRAFTERS: dict[str, Callable[[], Any]] = {
@@ -111,7 +111,7 @@ def test_two_models_in_turn_get_their_own_texts(name: str, order: Any, knows: bo
 def test_what_is_kept_of_the_first_tokenizer_is_not_changed_by_another(order: Any) -> None:
     """Its texts, counts and successors are the same after a text of the other one."""
     memory, counts, successors = sd.Memory(), lab.NGramTable(), SuccessorTable()
-    drafter = sd.FirstOf(
+    drafter = sd.drafters.FirstOf(
         sd.SuffixDrafter(memory),
         lab.TabledNGramDrafter(table=counts),
         lab.RecyclingDrafter(table=successors),
@@ -223,7 +223,7 @@ def test_a_servers_file_is_its_own_models(
         texts = [text_of(complete(client, model=model)) for model in (one, two, one, two)]
     assert texts == plain * 2
     assert sum("is left out" in line for line in caplog.messages) == 1
-    kept = getattr(sd.make_drafter(f"{drafter}:{kind}={path}"), kind)
+    kept = getattr(sd.drafters.make_drafter(f"{drafter}:{kind}={path}"), kind)
     kept.save()
     assert kept.tokenizer == fingerprint_of(load_tokenizer(folders[0]))
     if kind == "memory":

@@ -67,7 +67,7 @@ class Batch:
         if head is None:
             self.draft = like(self.target, name)
         drafter: Any = head or sd.ModelDrafter(self.draft)
-        drafter = sd.FirstOf(before, drafter) if before else drafter
+        drafter = sd.drafters.FirstOf(before, drafter) if before else drafter
         batch = BatchGeneration(self.target, drafter, Options(**options), Schedule(max_rows))
         for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
             batch.insert(Request(prompt, length, sd.Sampling()))
@@ -159,7 +159,7 @@ OF_A_KIND = [(name, kind) for name, kinds in HEADS.items() for kind in kinds]
 def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
     """Of the same states, in a batch whose rows come and go; a few layers draft alone in it."""
     head = HeadDrafter(heads.random_head(HEADS[name][kind], tiny.build(name)))
-    both = sd.FirstOf(Sometimes(name), head)
+    both = sd.drafters.FirstOf(Sometimes(name), head)
     found: list[dict[tuple[int, ...], list[int]]] = [{}, {}]
     with monkeypatch.context() as patched:
         for kinds, where in ((RecurrentSession, found[0]), (SharedHeadSession, found[1])):

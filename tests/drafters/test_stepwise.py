@@ -125,7 +125,7 @@ def model(name: str = "qwen2") -> nn.Module:
 
 
 def session(sampling: sd.Sampling, name: str = "qwen2", overlaps: bool = False) -> ModelSession:
-    context = sd.DraftContext(sampling=sampling, noise=Noise(7), vocab_size=VOCAB)
+    context = sd.drafters.DraftContext(sampling=sampling, noise=Noise(7), vocab_size=VOCAB)
     begun = sd.ModelDrafter(model(name)).begin(PROMPT, context)
     begun.pace.build, begun.pace.wait = float(overlaps), 1.0
     return begun

@@ -101,8 +101,8 @@ def test_a_grammar_begins_after_the_thought_whatever_is_drafted(
         OracleDrafter(free, size),
         OracleTrees(expected, size),
         sd.drafters.GrammarDrafter(),
-        sd.FirstOf(sd.drafters.GrammarDrafter(), OracleDrafter(expected, size, wrong=0.2)),
-        sd.FirstOf(sd.drafters.GrammarDrafter(), sd.ModelDrafter(pair[0])),
+        sd.drafters.FirstOf(sd.drafters.GrammarDrafter(), OracleDrafter(expected, size, wrong=0.2)),
+        sd.drafters.FirstOf(sd.drafters.GrammarDrafter(), sd.ModelDrafter(pair[0])),
     ]
     for drafter in drafters:
         for length in (2, 5, 8):

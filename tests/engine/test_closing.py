@@ -77,7 +77,10 @@ Made = tuple[Any, nn.Module | None]
 DRAFTERS: dict[str, Callable[[str], Made]] = {
     "pass": lambda name: (pass_(name), None),
     "pass of trees": lambda name: (pass_(name, branches=2), None),
-    "pass after look-up": lambda name: (sd.FirstOf(sd.PromptLookupDrafter(), pass_(name)), None),
+    "pass after look-up": lambda name: (
+        sd.drafters.FirstOf(sd.PromptLookupDrafter(), pass_(name)),
+        None,
+    ),
     "pass beside a model": lambda name: (
         lab.TreeOf(pass_(name), sd.ModelDrafter(near(name))),
         None,

@@ -24,7 +24,7 @@ from specdec_mlx.contracts import DraftContext
 from specdec_mlx.lab.pair import held_out_openings
 from specdec_mlx.lab.papers.cascade import Cascade
 from specdec_mlx.lab.papers.parallel_sampling import LookAhead, PaSSDrafter
-from specdec_mlx.sequence import SHOWS_PROMPT, tokens_on
+from specdec_mlx.sequence import SHOWS_PROMPT, remember, tokens_on
 
 NUM_TOKENS = 24
 BEFORE, LAST = [*PROMPT, *range(30, 50)], [9, 17]
@@ -73,7 +73,7 @@ def test_named_tokens_give_the_drafts_of_the_whole_prompt(name: str) -> None:
     counts = {}
     for case, named in (("nothing", None), ("all", BEFORE), ("wrong", wrong)):
         caches = read_by_host(model)
-        sd.remember(caches, named or [])
+        remember(caches, named or [])
         text, stats = run(model, LAST, drafter, prompt_cache=caches)
         assert text == expected
         counts[case] = stats.accepted, stats.drafted
@@ -103,9 +103,9 @@ def test_every_drafter_is_told_and_processors_are_not() -> None:
 
     prompt = [*LAST, 3, 4, 5, 6]
     caches = read_by_host(model)
-    sd.remember(caches, mx.array(BEFORE))
+    remember(caches, mx.array(BEFORE))
     text, _ = run(
-        *(model, prompt, sd.FirstOf(noting)),
+        *(model, prompt, sd.drafters.FirstOf(noting)),
         prompt_cache=caches,
         logits_processors=[processor],
         prefill_step_size=4,
@@ -145,7 +145,7 @@ def test_names_stay_with_caches_through_copies_and_trims(kind: str) -> None:
     else:
         for one in [*first[0].caches, *first[1].caches] if kind == "CacheList" else first:
             one.update_and_fetch(*[mx.zeros((1, 1, 8, 64))] * 2)
-    sd.remember(first, range(8))
+    remember(first, range(8))
     again = copy.deepcopy(first)
     assert tokens_on(again) == tokens_on(first) == list(range(8))
     store = LRUPromptCache()
@@ -155,7 +155,7 @@ def test_names_stay_with_caches_through_copies_and_trims(kind: str) -> None:
         fetched, rest = store.fetch_nearest_cache("model", [0, 1, 2, 3, 99])
         assert tokens_on(fetched) == [0, 1, 2, 3]
         assert rest == [99]
-    sd.remember(again, [7])
+    remember(again, [7])
     assert tokens_on(first) == list(range(8))
 
 
@@ -164,10 +164,10 @@ def test_of_caches_that_others_fed_the_named_part_is_known() -> None:
     model, noting = target(), Noting()
     assert tokens_on(None) == tokens_on([]) == tokens_on(make_prompt_cache(model)) == []
     caches = read_by_host(model, BEFORE)
-    sd.remember(caches, [*BEFORE, *LAST])  # the prompt as a host has it, before the last is read
+    remember(caches, [*BEFORE, *LAST])  # the prompt as a host has it, before the last is read
     assert tokens_on(caches) == BEFORE
     model(mx.array([[1, 2, 3]]), cache=caches)
-    sd.remember(caches, BEFORE)
+    remember(caches, BEFORE)
     text, stats = run(model, LAST, noting, prompt_cache=caches)
     assert noting.told == [*BEFORE, *LAST]
     assert stats.num_unnamed == 3
@@ -176,7 +176,7 @@ def test_of_caches_that_others_fed_the_named_part_is_known() -> None:
         with pytest.raises(ValueError, match=r"history=.*tokens at most"):
             run(model, LAST, None, history=[1, 2, 3], **how)
     with pytest.raises(sd.errors.PromptError):
-        sd.remember(caches, "the cat")  # type: ignore[arg-type]
+        remember(caches, "the cat")  # type: ignore[arg-type]
 
 
 def test_draft_caches_in_step_are_not_read_again() -> None:
@@ -188,7 +188,7 @@ def test_draft_caches_in_step_are_not_read_again() -> None:
     assert whole.drafted > 0
     for draft_caches in (theirs, make_prompt_cache(small)):
         caches = [*copy.deepcopy(own), *draft_caches]
-        sd.remember(caches, BEFORE)
+        remember(caches, BEFORE)
         text, stats = run(model, LAST, sd.ModelDrafter(small), prompt_cache=caches)
         assert text == expected
         assert (stats.accepted, stats.drafted) == (whole.accepted, whole.drafted)
@@ -199,7 +199,7 @@ def test_draft_caches_in_step_are_not_read_again() -> None:
 def test_after_a_failed_prompt_the_caches_are_as_they_were() -> None:
     model = target()
     caches = read_by_host(model)
-    sd.remember(caches, BEFORE)
+    remember(caches, BEFORE)
 
     def fail(done: int, total: int) -> None:
         if done > 2:
@@ -233,9 +233,9 @@ def opening() -> tuple[list[int], list[int]]:
 def test_heads_go_on_from_where_their_prompt_begins(kind: str) -> None:
     """They see no state of what was read before: the text is right, and drafts still are."""
     model, (prompt, expected) = pair().target, opening()
-    drafter = sd.make_drafter(kind) if kind == "recycling" else lab.head(kind, model)
+    drafter = sd.drafters.make_drafter(kind) if kind == "recycling" else lab.head(kind, model)
     caches = read_by_host(model, prompt[:-20])
-    sd.remember(caches, prompt[:-20])
+    remember(caches, prompt[:-20])
     text, stats = run(model, prompt[-20:], drafter, prompt_cache=caches, max_tokens=40)
     assert text == expected
     assert stats.accepted > 0
@@ -257,10 +257,12 @@ def test_turns_need_no_name() -> None:
 
 
 COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "first of": lambda one, other: sd.FirstOf(sd.SuffixDrafter(), one, other),
+    "first of": lambda one, other: sd.drafters.FirstOf(sd.SuffixDrafter(), one, other),
     "best of": lambda one, other: sd.BestOf(one, other),
     "tree of": lambda one, other: lab.TreeOf(one, other),
-    "nested": lambda one, other: sd.FirstOf(Cascade(one), sd.BestOf(sd.SuffixDrafter(), other)),
+    "nested": lambda one, other: sd.drafters.FirstOf(
+        Cascade(one), sd.BestOf(sd.SuffixDrafter(), other)
+    ),
 }
 
 

@@ -158,7 +158,7 @@ def in_a_batch(drafter: Any) -> None:
 PLACES = {
     "the loop": in_the_loop,
     "a batch": in_a_batch,
-    "the first of two": lambda one: in_the_loop(sd.FirstOf(sd.NGramDrafter(), one)),
+    "the first of two": lambda one: in_the_loop(sd.drafters.FirstOf(sd.NGramDrafter(), one)),
     "the conformance test": lambda one: check_drafter(one, vocab_size=VOCAB, num_draws=50),
 }
 
@@ -340,7 +340,7 @@ def test_no_drafter_is_asked_and_no_draft_model_runs_before_the_first_token(
     for num_tokens in (1, 20):
         look_up = Cheap(lambda emitted, limit: [7] * limit if emitted % 2 else [])
         both: dict[str, Any] = {"look-up": look_up, "model": sd.ModelDrafter(draft_model)}
-        drafter = sd.FirstOf(*(both[name] for name in which.split(", then ")))
+        drafter = sd.drafters.FirstOf(*(both[name] for name in which.split(", then ")))
         passes.clear()
         tokens = sd.speculate(target(), PROMPT, drafter, max_tokens=num_tokens, seed=3, **options)
         text = [next(tokens).token]

@@ -57,7 +57,7 @@ REQUESTS = st.fixed_dictionaries(
 
 def text(request: dict[str, Any], drafter: Any, length: Any, rule: Any) -> tuple[list[int], Any]:
     """Tokens of a generation, and its stats."""
-    options = dict(request) | {"max_tokens": NUM_TOKENS, "tuning": sd.Tuning()}
+    options = dict(request) | {"max_tokens": NUM_TOKENS, "tuning": sd.drafters.Tuning()}
     penalty = options.pop("penalty", None)
     options["logits_processors"] = penalty and make_logits_processors(None, penalty)
     options |= {"drafter": drafter, "num_draft_tokens": length, "rule": rule}

@@ -32,7 +32,7 @@ from specdec_mlx.memory.index import MAX_TOKEN, Context
 from specdec_mlx.memory.store import as_memory
 from tiny_model_folder import write_model_folder
 
-CONTEXT = sd.DraftContext()
+CONTEXT = sd.drafters.DraftContext()
 table = lab.NGramTable
 some_texts = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), max_size=12)
 
@@ -124,12 +124,12 @@ def test_another_tokenizers_memory_is_refused(tmp_path: Path) -> None:
     assert held(sd.Memory.load(tmp_path / "memory")) == [[1, 2]]
     with pytest.raises(TokenizerMismatchError):
         table(tokenizer="a").merge(table(tokenizer="b"))
-    context = sd.DraftContext(tokenizer=tiny_text.tokenizer())
+    context = sd.drafters.DraftContext(tokenizer=tiny_text.tokenizer())
     with pytest.raises(TokenizerMismatchError, match="memory build"):
         sd.SuffixDrafter(one).check(context)
     large = filled([[1, 500]])
     with pytest.raises(TokenizerMismatchError, match="token 500, the target has 500"):
-        sd.SuffixDrafter(large).begin([1], sd.DraftContext(vocab_size=500))
+        sd.SuffixDrafter(large).begin([1], sd.drafters.DraftContext(vocab_size=500))
     fresh = sd.Memory()
     sd.SuffixDrafter(fresh).check(context)
     assert fresh.tokenizer == sd.Memory(tokenizer=tiny_text.tokenizer()).tokenizer
@@ -265,9 +265,9 @@ def test_a_path_in_the_place_of_a_memory_is_opened_once(tmp_path: Path) -> None:
     """Two drafters of one file share it, and a file that does not exist is made at the end."""
     path = tmp_path / "memory"
     code = (
-        "a, b = sd.make_drafter('suffix', memory=path), sd.SuffixDrafter(path)\n"
+        "a, b = sd.drafters.make_drafter('suffix', memory=path), sd.SuffixDrafter(path)\n"
         "assert a.memory is b.memory\n"
-        "session = a.begin([1], sd.DraftContext())\n"
+        "session = a.begin([1], sd.drafters.DraftContext())\n"
         "session.observe([2, 3, 4]); session.close(4)\n"
     )
     assert not in_a_process(code, path)
@@ -364,7 +364,7 @@ def test_a_command_drafts_from_a_memory_and_adds_to_it(model: Path, tmp_path: Pa
     kept = held(sd.Memory.load(path))
     assert kept[0] == kept[1]
     assert len(kept[0]) == 40
-    session = sd.SuffixDrafter(sd.Memory.load(path)).begin(kept[0][:5], sd.DraftContext())
+    session = sd.SuffixDrafter(sd.Memory.load(path)).begin(kept[0][:5], sd.drafters.DraftContext())
     assert session.propose(4).tokens == kept[0][5:9]
 
 

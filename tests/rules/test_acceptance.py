@@ -419,7 +419,7 @@ def test_a_draft_temperature_is_the_drafts_alone() -> None:
     """The filters are the target's; at 0, or with a greedy target, drafts are greedy ones."""
 
     def drafted(sampling: sd.Sampling, **options: Any) -> Draft:
-        context = sd.DraftContext(
+        context = sd.drafters.DraftContext(
             sampling=sampling, noise=Noise(0), vocab_size=tiny.CONFIGS["qwen2"]["vocab_size"]
         )
         return sd.ModelDrafter(draft(), **options).begin(PROMPT, context).propose(2)

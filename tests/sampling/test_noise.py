@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, gumbel_r, kstest
 
 from selection import in_one_test
-from specdec_mlx import DraftContext
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.sampling import MOST_NUMBERS, GumbelRows, Noise
 
 FALSE_ALARM = 1e-6

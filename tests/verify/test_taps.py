@@ -216,7 +216,7 @@ def test_each_part_of_a_drafter_is_shown_what_it_wants() -> None:
     """Two that read, behind one that does not: each sees every kept position, whoever drafted."""
     first = reader("llama", Features(layers=(1,), top=1))
     second = reader("llama", Features(head_input=True, top=3))
-    drafter = sd.FirstOf(sd.PromptLookupDrafter(min_ngram=1), first, second)
+    drafter = sd.drafters.FirstOf(sd.PromptLookupDrafter(min_ngram=1), first, second)
     items = list(speculate("llama", drafter))
     assert [item.token for item in items] == list(text_of("llama"))
     for one in (first, second):

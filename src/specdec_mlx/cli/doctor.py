@@ -23,7 +23,8 @@ from specdec_mlx.cli.blas import (
     find_openblas,
     needs_openblas,
 )
-from specdec_mlx.mlx_lm_plugin.installation import MlxLmVersionError, check_version
+from specdec_mlx.errors import MlxLmVersionError
+from specdec_mlx.mlx_lm_plugin.installation import check_version
 
 OPENBLAS = (
     "MLX's wheel has the reference BLAS, with which a pass over m positions costs m times one and "

@@ -35,7 +35,9 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
     Raises UnknownNameError, or ValueError for what is no int >= 0, no policy or no tuning.
     """
     if tuning is not None and not isinstance(tuning, Tuning):
-        raise wrong("tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None")
+        raise wrong(
+            "tuning", tuning, "a Tuning, such as specdec_mlx.drafters.Tuning.load(path), or None"
+        )
     if isinstance(choice, str):
         if choice != AUTO:
             raise UnknownNameError(

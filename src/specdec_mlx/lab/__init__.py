@@ -17,7 +17,17 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specdec_mlx.exactness.probe import ProbeReport as ProbeReport
+    from specdec_mlx.exactness.probe import probe as probe
+    from specdec_mlx.lab.beams.generation import BeamSearchResponse as BeamSearchResponse
+    from specdec_mlx.lab.beams.generation import BeamText as BeamText
     from specdec_mlx.lab.beams.generation import beam_search as beam_search
+    from specdec_mlx.lab.bench.cost import CostCurve as CostCurve
+    from specdec_mlx.lab.bench.cost import linear_cost as linear_cost
+    from specdec_mlx.lab.bench.record import load_record as load_record
+    from specdec_mlx.lab.bench.replay import score_record as score_record
+    from specdec_mlx.lab.bench.run import bench_texts as bench_texts
+    from specdec_mlx.lab.bench.timing import Settings as Settings
     from specdec_mlx.lab.counterfactual import Counterfactual as Counterfactual
     from specdec_mlx.lab.demo_model import demo_model_path as demo_model_path
     from specdec_mlx.lab.pair import HEADS as HEADS
@@ -30,6 +40,8 @@ if TYPE_CHECKING:
     from specdec_mlx.lab.papers.cascade import Cascade as Cascade
     from specdec_mlx.lab.papers.early_exit import early_exit as early_exit
     from specdec_mlx.lab.papers.lookahead import LookaheadDrafter as LookaheadDrafter
+    from specdec_mlx.lab.papers.lossy import Lenient as Lenient
+    from specdec_mlx.lab.papers.lossy import Typical as Typical
     from specdec_mlx.lab.papers.ngram_table import NGramTable as NGramTable
     from specdec_mlx.lab.papers.ngram_table import TabledNGramDrafter as TabledNGramDrafter
     from specdec_mlx.lab.papers.parallel_sampling import PaSSDrafter as PaSSDrafter
@@ -40,26 +52,44 @@ if TYPE_CHECKING:
     from specdec_mlx.lab.papers.suffix_trees import SuffixTreeDrafter as SuffixTreeDrafter
     from specdec_mlx.lab.papers.trees_of_several import TreeOf as TreeOf
     from specdec_mlx.lab.papers.vertical_cascade import GuessedDrafter as GuessedDrafter
+    from specdec_mlx.lab.proof import CheckReport as CheckReport
     from specdec_mlx.lab.proof import check as check
     from specdec_mlx.lab.proof.drafter import check_drafter as check_drafter
     from specdec_mlx.lab.proof.rule import check_rule as check_rule
     from specdec_mlx.lab.proof.strategy import check_strategy as check_strategy
+    from specdec_mlx.lab.training.fitting import Updates as Updates
+    from specdec_mlx.lab.training.online import learning_on as learning_on
+    from specdec_mlx.lab.training.run import Data as Data
+    from specdec_mlx.lab.training.run import Plan as Plan
+    from specdec_mlx.lab.training.run import train as train
 
 _PLACES = {
+    "BeamSearchResponse": "beams.generation",
+    "BeamText": "beams.generation",
     "Cascade": "papers.cascade",
+    "CheckReport": "proof",
+    "CostCurve": "bench.cost",
     "Counterfactual": "counterfactual",
+    "Data": "training.run",
     "GuessedDrafter": "papers.vertical_cascade",
     "HEADS": "pair",
+    "Lenient": "papers.lossy",
     "LookaheadDrafter": "papers.lookahead",
     "NGramTable": "papers.ngram_table",
     "PaSSDrafter": "papers.parallel_sampling",
     "Pair": "pair",
+    "Plan": "training.run",
+    "ProbeReport": ".exactness.probe",
     "RecyclingDrafter": "papers.recycling",
+    "Settings": "bench.timing",
     "StochasticNGramDrafter": "papers.stochastic_ngrams",
     "SuffixTreeDrafter": "papers.suffix_trees",
     "TabledNGramDrafter": "papers.ngram_table",
     "TreeOf": "papers.trees_of_several",
+    "Typical": "papers.lossy",
+    "Updates": "training.fitting",
     "beam_search": "beams.generation",
+    "bench_texts": "bench.run",
     "check": "proof",
     "check_drafter": "proof.drafter",
     "check_rule": "proof.rule",
@@ -69,8 +99,14 @@ _PLACES = {
     "early_exit": "papers.early_exit",
     "head": "pair",
     "head_path": "pair",
+    "learning_on": "training.online",
+    "linear_cost": "bench.cost",
     "load_pair": "pair",
+    "load_record": "bench.record",
+    "probe": ".exactness.probe",
+    "score_record": "bench.replay",
     "target_path": "pair",
+    "train": "training.run",
 }
 
 __all__ = [*_PLACES]
@@ -79,5 +115,5 @@ __all__ = [*_PLACES]
 def __getattr__(name: str) -> Any:
     """Import the module of a name when it is first used."""
     if name in _PLACES:
-        return getattr(_import_module(f"specdec_mlx.lab.{_PLACES[name]}"), name)
+        return getattr(_import_module(f".{_PLACES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

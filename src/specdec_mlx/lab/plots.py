@@ -208,7 +208,11 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
     for i, (drafter, length, rule) in enumerate(ways, start=1):
         own = [r for r in others if r.key == (drafter, length, rule) and r.ratio]
         spread = np.array([(r.ratio - r.ratio_low, r.ratio_high - r.ratio) for r in own])
-        name = LEGENDS.get(drafter, drafter), length and f"K = {length}", rule if len(rules) > 1 else ""
+        name = (
+            LEGENDS.get(drafter, drafter),
+            length and f"K = {length}",
+            rule if len(rules) > 1 else "",
+        )
         ax.errorbar(
             [r.ratio for r in own],
             [categories.index(r.category) + i * step for r in own],
@@ -216,7 +220,7 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
             fmt=MARKERS[settings.index((length, rule)) % len(MARKERS)],
             color=COLOURS[drafters.index(drafter) % len(COLOURS)],
             capsize=2,
-            label=", ".join(filter(None, name)),
+            label=", ".join(filter(None, (*name, rule if len(rules) > 1 else ""))),
         )
     for edge in range(1, len(categories)):
         ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)

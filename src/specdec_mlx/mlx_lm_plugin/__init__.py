@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec_mlx.mlx_lm_plugin.commands import run_command as run_command
-    from specdec_mlx.mlx_lm_plugin.installation import MlxLmVersionError as MlxLmVersionError
     from specdec_mlx.mlx_lm_plugin.installation import Speculation as Speculation
     from specdec_mlx.mlx_lm_plugin.installation import install as install
     from specdec_mlx.mlx_lm_plugin.installation import patched as patched
     from specdec_mlx.mlx_lm_plugin.installation import uninstall as uninstall
 
-_INSTALLATION = "MlxLmVersionError", "Speculation", "install", "patched", "uninstall"
+_INSTALLATION = "Speculation", "install", "patched", "uninstall"
 
 
 def __getattr__(name: str) -> Any:

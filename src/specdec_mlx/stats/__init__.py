@@ -2,3 +2,5 @@
 
 from specdec_mlx.stats.account import Rows as Rows
 from specdec_mlx.stats.account import SpeculationStats as SpeculationStats
+
+__all__ = ["Rows", "SpeculationStats"]

@@ -30,7 +30,7 @@ from specdec_mlx.draft_length.costs import CURVES, WIDTHS
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing import choice
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.bench import replay, run, summary, timing
 from specdec_mlx.lab.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
 from specdec_mlx.lab.bench.prompts import RecordedText
@@ -78,7 +78,7 @@ def bench(
     **options: Any,
 ) -> Record:
     model = narrow.model()
-    chosen = DrafterChoice(drafters, NamedModel(options.pop("draft_model", None)))
+    chosen = DrafterChoice(drafters, DraftModel(options.pop("draft_model", None)))
     how = replace(settings, temp=temp)
     contenders = make_contenders(model, chosen, lengths, how, **options)
     return run.run_bench(model, narrow.tasks(num_texts), contenders, how, measure_cost=False)
@@ -513,7 +513,7 @@ def test_seconds_are_read_off_the_curve_and_drafting_costs() -> None:
     model = replayed(text, oracle, 3, FLAT, 33, draft_seconds=FLAT(1) / 10)
     assert model.seconds == pytest.approx(FLAT(1) * (9 + 24 / 10))
     # a look-up costs its positions alone, beside a drafter that takes time, too
-    drafter = sd.FirstOf(LOOK_UP, scripted.OracleDrafter([], narrow.VOCAB))
+    drafter = sd.drafters.FirstOf(LOOK_UP, scripted.OracleDrafter([], narrow.VOCAB))
     free, other = (replayed(text, drafter, 3, FLAT, 33, draft_seconds=s) for s in (0.0, 1.0))
     assert free.seconds == other.seconds > 0
 

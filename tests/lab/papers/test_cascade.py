@@ -23,7 +23,7 @@ from scripted import ScriptedDrafter
 from selection import cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, DraftContext, Step, key_of
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.papers.cascade import CascadeSession
 from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
@@ -150,13 +150,13 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     that drafts then.
     """
     model = target("llama")
-    drafter = sd.make_drafter("cascade:then=prompt-lookup,num_first=3", draft_model=model)
+    drafter = sd.drafters.make_drafter("cascade:then=prompt-lookup,num_first=3", draft_model=model)
     assert drafter is not None
     assert key_of(drafter) == key_of(lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3))
     assert key_of(drafter) != key_of(lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2))
-    assert DrafterChoice(["cascade"], NamedModel("M")).ordered == ["cascade"]
+    assert DrafterChoice(["cascade"], DraftModel("M")).ordered == ["cascade"]
     with pytest.raises(ValueError, match="draft-model"):
-        sd.make_drafter("cascade")
+        sd.drafters.make_drafter("cascade")
 
 
 def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
@@ -187,7 +187,7 @@ def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
         ({"then": "none"}, "finds nothing"),
         ({"then": sd.ModelDrafter(nn.Linear(1, 1))}, "expected a look-up"),
         ({"then": ScriptedDrafter(lambda start, limit: [])}, "propose_after"),
-        ({"first": sd.FirstOf(sd.SuffixDrafter(), sd.NGramDrafter())}, "made of several"),
+        ({"first": sd.drafters.FirstOf(sd.SuffixDrafter(), sd.NGramDrafter())}, "made of several"),
         ({"first": sd.ModelDrafter(nn.Linear(1, 1), branches=2)}, "trees"),
         ({"first": sd.ModelDrafter(nn.Linear(1, 1), on_every_rank=True)}, "every rank"),
     ],

@@ -259,7 +259,7 @@ def test_a_smaller_model_guesses_with_the_same_noise() -> None:
 def test_it_has_a_name_and_a_key() -> None:
     """`guessed-model:drafter=suffix`; a copy for beams is not guessed for."""
     model = tiny.build("llama")
-    drafter = sd.make_drafter("guessed-model:drafter=suffix", draft_model=model)
+    drafter = sd.drafters.make_drafter("guessed-model:drafter=suffix", draft_model=model)
     assert key_of(drafter) == key_of(lab.GuessedDrafter(model, drafter=sd.SuffixDrafter()))
     assert key_of(drafter) != key_of(sd.ModelDrafter(model))
     session: Any = drafter.begin(PROMPT, DraftContext(vocab_size=128))

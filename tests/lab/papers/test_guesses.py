@@ -54,8 +54,8 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "lookahead, with others": lambda: lab.TreeOf(sd.PromptLookupDrafter(min_ngram=1), LOOKAHEAD),
     "recycling": lambda: lab.RecyclingDrafter(table=SuccessorTable()),
     "recycling of pairs": lambda: lab.RecyclingDrafter(table=SuccessorTable(), context=2),
-    "auto": lambda: sd.make_drafter("auto-recycling"),
-    "auto with trees": lambda: sd.make_drafter("trees:recycling=true"),
+    "auto": lambda: sd.drafters.make_drafter("auto-recycling"),
+    "auto with trees": lambda: sd.drafters.make_drafter("trees:recycling=true"),
 }
 
 SEEDED = {"sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}

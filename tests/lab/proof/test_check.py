@@ -225,7 +225,7 @@ class OutOfStep:
 
     model: nn.Module
 
-    def begin(self, prompt: list[int], context: sd.DraftContext) -> sd.DraftSession:
+    def begin(self, prompt: list[int], context: sd.drafters.DraftContext) -> sd.DraftSession:
         session: Any = sd.ModelDrafter(self.model).begin(prompt, context)
 
         def observe(tokens: list[int]) -> None:
@@ -478,7 +478,7 @@ def test_remembered_logits_are_the_models(monkeypatch: pytest.MonkeyPatch) -> No
 class Learning:
     """Drafts its own next number, whatever the text; nothing says that it must not."""
 
-    def begin(self, prompt: list[int], context: sd.DraftContext) -> Any:
+    def begin(self, prompt: list[int], context: sd.drafters.DraftContext) -> Any:
         numbers = iter(range(100))
         session = model_drafter().begin(prompt, context)
         session.propose = lambda limit: sd.Draft([next(numbers) % V])
@@ -490,8 +490,8 @@ def test_a_drafter_that_may_learn_is_not_blamed() -> None:
     assert part.status == "not applicable"
     assert "learns from its own drafts" in part.verdict
     known = sd.PromptLookupDrafter(), model_drafter()
-    assert depends_on_text_alone(sd.FirstOf(*known))
-    assert not depends_on_text_alone(sd.FirstOf(*known, sd.SuffixDrafter()))
+    assert depends_on_text_alone(sd.drafters.FirstOf(*known))
+    assert not depends_on_text_alone(sd.drafters.FirstOf(*known, sd.SuffixDrafter()))
 
 
 # The report ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -20,10 +20,9 @@ from specdec_mlx.arguments import DEFAULT_DRAFTER as DEFAULT_DRAFTER
 from specdec_mlx.arguments import DRAFTER_GROUP as GROUP
 from specdec_mlx.arguments import MODEL_DRAFTER as MODEL_DRAFTER
 from specdec_mlx.arguments import NO_DRAFTER as NO_DRAFTER
-from specdec_mlx.arguments import help_on, installed, load, make_with, split_spec
+from specdec_mlx.arguments import PLACES, help_on, installed, load, make_with, split_spec, unknown
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.errors import UnknownNameError
+from specdec_mlx.drafters.first_of import BestOf
 
 
 def drafter_names() -> list[str]:
@@ -69,7 +68,7 @@ def make_drafter(
     if name not in drafter_names():
         _entries.cache_clear()  # it may have been installed a moment ago
     if name not in drafter_names():
-        raise UnknownNameError(f"Unknown drafter {name!r}. Known: {', '.join(drafter_names())}.")
+        raise unknown("drafter", name, drafter_names(), PLACES)
     options = given | options
     if name == NO_DRAFTER:
         if options:
@@ -102,10 +101,10 @@ def takes_model(name: str) -> bool:
     return takes(name, "model")
 
 
-def first_of(drafters: Sequence[Drafter | None], kind: type[FirstOf] = FirstOf) -> Drafter | None:
-    """One drafter of several, which asks them in order; None if there is none among them."""
+def best_of(drafters: Iterable[Drafter | None]) -> Drafter | None:
+    """The drafters as one, for each draft of which they compete; None if there is none."""
     some = [drafter for drafter in drafters if drafter is not None]
-    return kind(*some) if len(some) > 1 else next(iter(some), None)
+    return BestOf(*some) if len(some) > 1 else next(iter(some), None)
 
 
 @functools.cache

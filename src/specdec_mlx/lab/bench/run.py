@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from msgspec.structs import replace
 
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.bench import prompts
 from specdec_mlx.lab.bench.cost import CostMeter
 from specdec_mlx.lab.bench.prompts import Prompt, RecordedText
@@ -99,7 +99,7 @@ def bench_texts(
         for kind, messages in texts.items()
         for i, text in enumerate(messages)
     ]
-    choice = DrafterChoice(drafters, NamedModel(draft_model))
+    choice = DrafterChoice(drafters, DraftModel(draft_model))
     settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
     how = replace(settings, temp=temp)
     contenders = make_contenders(model, choice, draft_lengths, how, tokenizer, rules)

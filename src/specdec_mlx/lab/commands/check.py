@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     )
     names: dict[str, Any] = {
         "model": model_name,
-        "drafter": " then ".join(map(str, choice.drafters)),
+        "drafter": " and ".join(map(str, choice.drafters)),
     }
     if choice.model.name is not None:
         names |= {"draft_model": choice.model.name, **choice.model.flags}

@@ -13,9 +13,9 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.arguments import whole
-from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
+from specdec_mlx.contracts import AcceptanceRule, all_drafters, models_of
 from specdec_mlx.draft_length.policy import make_draft_length
-from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
@@ -43,8 +43,8 @@ def check(
     model: nn.Module,
     tokenizer: Any,
     *,
-    drafter: Drafter | str | None = DEFAULT_DRAFTER,
-    draft_model: nn.Module | Drafter | str | None = None,
+    drafter: AnyDrafter = DEFAULT_DRAFTER,
+    draft_model: nn.Module | str | None = None,
     sampler: Sampler | Sampling | None = None,
     rule: str | AcceptanceRule = "auto",
     num_draft_tokens: int | str = "auto",
