@@ -20,11 +20,11 @@ import mlx.nn as nn
 
 from specdec_mlx import lab
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
-from specdec_mlx.lab.bench.prompts import Prompt
 from specdec_mlx.lab.bench.record import format_record, save_record
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Settings, make_contenders
 from specdec_mlx.lab.pair import held_out_openings
+from specdec_mlx.lab.prompts import Prompt
 
 WIDTH, GROUP = 4096, 64
 BITS = {16: 16.0, 8: 8.5, 4: 4.5}  # of a weight; the quantized ones with their scales and biases

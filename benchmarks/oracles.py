@@ -17,10 +17,10 @@ from specdec_mlx.contracts import (
     session_parts,
 )
 from specdec_mlx.lab.bench.cost import CostCurve
-from specdec_mlx.lab.bench.prompts import RecordedText
 from specdec_mlx.lab.bench.replay import greedy_context, modelled, right_path, top_rows
 from specdec_mlx.lab.bench.timing import Sample
 from specdec_mlx.lab.papers.trees_of_several import candidates_of
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.proposing import proposing
 
 LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"

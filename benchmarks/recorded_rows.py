@@ -21,10 +21,10 @@ from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
 from specdec_mlx.lab.bench.cost import CostCurve
-from specdec_mlx.lab.bench.prompts import RecordedText, spread
 from specdec_mlx.lab.bench.record import Record
 from specdec_mlx.lab.bench.replay import RecordedTarget, greedy_context
 from specdec_mlx.lab.bench.timing import PLAIN, Sample
+from specdec_mlx.lab.prompts import RecordedText, spread
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Generation
 from specdec_mlx.options import Options

@@ -20,8 +20,8 @@ import mlx.nn as nn
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from specdec_mlx.lab.bench.prompts import RecordedText
 from specdec_mlx.lab.bench.record import load_record, save_record
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.models.loading import load_model
 
 TOP = 8  # tokens that are recorded of each place

@@ -18,11 +18,11 @@ from typing import Any
 from specdec_mlx.contracts import ROOT, Draft
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.lab.bench.cost import linear_cost
-from specdec_mlx.lab.bench.prompts import RecordedText
 from specdec_mlx.lab.bench.record import Record
 from specdec_mlx.lab.bench.replay import record_of_sessions, right_path, score_record
 from specdec_mlx.lab.bench.summary import ALL
 from specdec_mlx.lab.papers.suffix_trees import SuffixTreeDrafter
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.memory.store import Memory
 

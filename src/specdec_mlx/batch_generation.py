@@ -264,7 +264,8 @@ def _respond(
             for request in samples:
                 uid = batch.insert(request)
                 start = tokenizer.detokenizer, len(request.prompt), drafter
-                strings = StopStrings(batch.options.stop)
+                stop = batch.options.stop
+                strings = StopStrings(stop) if stop else None
                 texts[uid] = TextUnderWay(*start, strings)
 
     let_in()

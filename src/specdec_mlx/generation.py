@@ -88,7 +88,7 @@ class TextUnderWay:
     detokenizer: Any
     num_prompt: int
     drafter: str
-    strings: StopStrings
+    strings: StopStrings | None
     num_tokens: int = 0
     started: float = 0.0
 
@@ -105,11 +105,13 @@ class TextUnderWay:
             self.detokenizer.add_token(token.token)
         if finish_reason is not None:
             self.detokenizer.finalize()
-        shown = self.strings.add(self.detokenizer.last_segment)
-        if self.strings.found is not None:
-            finish_reason = "stop"
-        elif finish_reason is not None:
-            shown += self.strings.finish()
+        shown = self.detokenizer.last_segment
+        if self.strings is not None:
+            shown = self.strings.add(shown)
+            if self.strings.found is not None:
+                finish_reason = "stop"
+            elif finish_reason is not None:
+                shown += self.strings.finish()
         seconds = time.perf_counter() - self.started
         return SpeculativeResponse(
             text=shown,
@@ -235,7 +237,8 @@ def stream_generate(
         tokenizer=loaded(model, tokenizer),
     )
     chosen = resolve(drafter, draft_model, model, how.tokenizer)
-    chosen = with_forced(chosen, processors_of(how.logits_processors or ()))
+    if how.logits_processors:
+        chosen = with_forced(chosen, processors_of(how.logits_processors))
     prompt_tokens = encode(how.tokenizer, prompt)
     tokens = speculate(model, prompt_tokens, chosen, options=replace(how, stop=()))
     num_prompt = len(prompt_tokens)
@@ -244,7 +247,8 @@ def stream_generate(
     name = drafter if isinstance(drafter, str) else ""
     if not name and chosen is not None:
         name = type(chosen).__name__
-    text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, StopStrings(how.stop))
+    strings = StopStrings(how.stop) if how.stop else None
+    text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, strings)
     models = [model, *models_of(chosen)]
     return respond(tokens, text, models, how.max_tokens, how.tokenizer.eos_token_ids, how.stream)
 

@@ -29,8 +29,8 @@ from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
-from specdec_mlx.lab.bench.prompts import RecordedText
 from specdec_mlx.lab.bench.timing import Sample
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.options import Options
 
 SLOPED = linear_cost(0.1)

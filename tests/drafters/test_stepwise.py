@@ -30,9 +30,9 @@ from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
-from specdec_mlx.lab.bench.prompts import RecordedText
 from specdec_mlx.lab.bench.replay import replay_text
 from specdec_mlx.lab.bench.timing import Sample
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.sampling import Noise
 
 VOCAB = 128

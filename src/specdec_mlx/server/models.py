@@ -28,7 +28,12 @@ from specdec_mlx.caches import leaves_of
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
-from specdec_mlx.drafters.choosing.choice import DraftModel, is_place_of_model, waits_for_model
+from specdec_mlx.drafters.choosing.choice import (
+    DraftModel,
+    best_of,
+    is_place_of_model,
+    waits_for_model,
+)
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, takes_model
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import ModelFolderError
@@ -426,7 +431,7 @@ class Models:
         # one for all, or nobody is named
         memory = self._memory_of(who) if who else None
         parts = [self._make(name, loaded, memory) for name in names]
-        return registry.best_of(parts), "+".join(names) or NO_DRAFTER
+        return best_of(parts), "+".join(names) or NO_DRAFTER
 
     def _make(self, name: str, loaded: Loaded, memory: Memory | None = None) -> Drafter | None:
         spec = self._specs.get(name, name)

@@ -33,7 +33,6 @@ from specdec_mlx.drafters.choosing import choice
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.bench import replay, run, summary, timing
 from specdec_mlx.lab.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
-from specdec_mlx.lab.bench.prompts import RecordedText
 from specdec_mlx.lab.bench.record import (
     Record,
     format_cost,
@@ -61,6 +60,7 @@ from specdec_mlx.lab.bench.timing import (
 from specdec_mlx.lab.commands import bench as bench_command
 from specdec_mlx.lab.counterfactual import ratio_of
 from specdec_mlx.lab.pair import head_path, load_pair
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.target import LazyPass
 
 SETTINGS = Settings(max_tokens=24, repeats=2)

@@ -16,10 +16,10 @@ import scripted
 import specdec_mlx as sd
 from specdec_mlx.lab.bench import replay
 from specdec_mlx.lab.bench.cost import linear_cost
-from specdec_mlx.lab.bench.prompts import RecordedText
 from specdec_mlx.lab.bench.record import Record, read_sessions, save_record
 from specdec_mlx.lab.bench.timing import Settings
 from specdec_mlx.lab.commands import replay as replay_command
+from specdec_mlx.lab.prompts import RecordedText
 
 VOCAB = 256
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,12 +27,13 @@ from specdec_mlx.drafters.choosing.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
     NO_DRAFTER,
-    best_of,
     drafter_names,
     make_drafter,
     takes,
     takes_model,
 )
+from specdec_mlx.drafters.default import default_drafter
+from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import DraftModelError, HeadError
@@ -142,14 +143,16 @@ class DrafterChoice:
         self, one: Any, target: nn.Module | None = None, memory: Memory | None = None
     ) -> Drafter | None:
         """One of the drafters; memory: in place of the choice's own."""
-        if isinstance(one, nn.Module) or is_place_of_model(one):
+        memory = self.memory if memory is None else memory
+        if one == DEFAULT_DRAFTER:
+            return default_drafter(memory)
+        if isinstance(one, nn.Module | Path) or (isinstance(one, str) and is_place_of_model(one)):
             return DraftModel(one).make(target=target)
         if not isinstance(one, str):
             check_is_drafter(one)
             drafter: Drafter | None = one
             return drafter
-        name, memory = name_in(one), self.memory if memory is None else memory
-        if not takes_model(name):
+        if not takes_model(name := name_in(one)):
             takes_it = memory is not None and takes(name, "memory")
             return make_drafter(one, memory=memory) if takes_it else make_drafter(one)
         return self.learner(target, one) if self.learner else self.model.make(one, target)
@@ -165,6 +168,12 @@ class DrafterChoice:
             for spec in self.drafters
             if isinstance(spec, str)
         }
+
+
+def best_of(drafters: Iterable[Drafter | None]) -> Drafter | None:
+    """The drafters as one, for each draft of which they compete; None if there is none."""
+    some = [drafter for drafter in drafters if drafter is not None]
+    return BestOf(*some) if len(some) > 1 else next(iter(some), None)
 
 
 def is_place_of_model(one: Any) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -22,7 +21,6 @@ from specdec_mlx.arguments import MODEL_DRAFTER as MODEL_DRAFTER
 from specdec_mlx.arguments import NO_DRAFTER as NO_DRAFTER
 from specdec_mlx.arguments import PLACES, help_on, installed, load, make_with, split_spec, unknown
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.first_of import BestOf
 
 
 def drafter_names() -> list[str]:
@@ -99,12 +97,6 @@ def takes(name: str, argument: str) -> bool:
 def takes_model(name: str) -> bool:
     """True for the name of a drafter with a draft model, or a trained head, as its `model`."""
     return takes(name, "model")
-
-
-def best_of(drafters: Iterable[Drafter | None]) -> Drafter | None:
-    """The drafters as one, for each draft of which they compete; None if there is none."""
-    some = [drafter for drafter in drafters if drafter is not None]
-    return BestOf(*some) if len(some) > 1 else next(iter(some), None)
 
 
 @functools.cache

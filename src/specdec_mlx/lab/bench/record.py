@@ -22,9 +22,9 @@ from msgspec.structs import asdict
 from specdec_mlx.cli.blas import blas_name
 from specdec_mlx.files import parse, read_text
 from specdec_mlx.lab.bench.cost import CostCurve
-from specdec_mlx.lab.bench.prompts import RecordedText, encode_messages, read_lines
 from specdec_mlx.lab.bench.summary import Difference, Result
 from specdec_mlx.lab.bench.timing import Sample, Settings
+from specdec_mlx.lab.prompts import RecordedText, encode_messages, read_lines
 from specdec_mlx.lab.tables import Columns, Table, markdown_table, or_dash, table_html, table_of
 from specdec_mlx.stats.account import Row, Rows
 

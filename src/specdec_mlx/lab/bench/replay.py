@@ -37,11 +37,11 @@ from specdec_mlx.draft_length.policy import DraftLength, make_draft_length, pars
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve
-from specdec_mlx.lab.bench.prompts import RecordedText
 from specdec_mlx.lab.bench.record import Record, read_sessions
 from specdec_mlx.lab.bench.summary import Result, summarise
 from specdec_mlx.lab.bench.timing import PLAIN, Sample, Settings
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import Generation, Round, RoundClock, assemble_around
 from specdec_mlx.models.loading import explained
 from specdec_mlx.options import Options

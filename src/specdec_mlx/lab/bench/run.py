@@ -10,9 +10,8 @@ import mlx.nn as nn
 from msgspec.structs import replace
 
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
-from specdec_mlx.lab.bench import prompts
+from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.cost import CostMeter
-from specdec_mlx.lab.bench.prompts import Prompt, RecordedText
 from specdec_mlx.lab.bench.record import Record, describe_dtype, describe_machine
 from specdec_mlx.lab.bench.summary import find_differences, reference_texts, summarise
 from specdec_mlx.lab.bench.timing import (
@@ -22,6 +21,7 @@ from specdec_mlx.lab.bench.timing import (
     make_contenders,
     run_interleaved,
 )
+from specdec_mlx.lab.prompts import Prompt, RecordedText
 from specdec_mlx.progress import progress_bar
 
 

@@ -24,7 +24,7 @@ from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.choice import DrafterChoice
 from specdec_mlx.files import Count
-from specdec_mlx.lab.bench.prompts import RecordedText
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import speculate
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import Sampling

@@ -18,12 +18,12 @@ from specdec_mlx.arguments import argument, checked, existing_file, new_file, po
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.lab.bench import prompts
-from specdec_mlx.lab.bench.prompts import RecordedText
+from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.record import format_record, read_sessions, save_record
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.models.loading import load_target
 from specdec_mlx.rules import make_rule
 

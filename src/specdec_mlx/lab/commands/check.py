@@ -12,8 +12,8 @@ from specdec_mlx.arguments import argument, existing_file, new_file
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.lab.bench.prompts import read_prompts
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.prompts import read_prompts
 from specdec_mlx.lab.proof.run import BUDGET, check
 from specdec_mlx.models.loading import load_target
 from specdec_mlx.sampling import Sampling

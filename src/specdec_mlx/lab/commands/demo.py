@@ -43,7 +43,6 @@ from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import SpeculativeResponse, stream_generate
 from specdec_mlx.lab import demo_model
-from specdec_mlx.lab.bench.prompts import RecordedText, encode_chat
 from specdec_mlx.lab.bench.record import SPEEDS, describe_dtype, describe_machine
 from specdec_mlx.lab.bench.summary import ALL, Result, find_differences, summarise
 from specdec_mlx.lab.bench.timing import (
@@ -59,6 +58,7 @@ from specdec_mlx.lab.bench.timing import (
     take_turns,
 )
 from specdec_mlx.lab.pair import held_out_openings, load_pair
+from specdec_mlx.lab.prompts import RecordedText, encode_chat
 from specdec_mlx.lab.tables import Columns, markdown_table, table_of
 from specdec_mlx.models.loading import load_model
 
