@@ -49,7 +49,8 @@ def test_special_tokens_are_left_out_where_a_request_says_so() -> None:
         bos_token=None,
         has_chat_template=False,
     )
-    engine = Mock(models=Mock(loaded=None, tokenizer_for=lambda request: tokenizer))
+    models = Mock(loaded_for=lambda request: None, tokenizer_for=lambda request: tokenizer)
+    engine = Mock(models=models)
     assert tokenize(engine, {"prompt": "abc"})["tokens"] == [0, 7, 7, 7]
     bare = tokenize(engine, {"prompt": "abc", "add_special_tokens": False})
     assert bare == {"count": 3, "max_model_len": None, "tokens": [7, 7, 7]}
