@@ -419,9 +419,11 @@ def shown_by(cell: Any) -> str:
 
 
 SHORTER = """
-from specdec_mlx.lab.bench import timing
+from functools import partial
 
-timing.Settings.__init__.__defaults__ = (32, *timing.Settings.__init__.__defaults__[1:])
+from specdec_mlx.lab.bench import run
+
+run.Settings = partial(run.Settings, 32)
 """
 """Before a notebook's cells: benchmarks of fewer tokens than a reader's."""
 
