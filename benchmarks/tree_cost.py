@@ -29,9 +29,7 @@ from specdec_mlx.contracts import Draft
 from specdec_mlx.lab import target_path
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.rules import Match
-from specdec_mlx.sampling import Noise, Sampling
-from specdec_mlx.target import NextToken, Verifier
+from specdec_mlx.target import Verifier
 from specdec_mlx.trees.shape import path_to
 
 SIZES = (4, 8, 16)
@@ -109,8 +107,7 @@ class TreeMeter:
     def __init__(self, model: nn.Module, tokens: Sequence[int], context: int) -> None:
         """Read the text; ValueError for a model that takes no trees."""
         self.rollback = Rollback(make_prompt_cache(model))
-        next_token = NextToken(Sampling(), (), Noise(0))
-        self.verifier = Verifier(model, self.rollback, next_token=next_token, given_rule=Match())
+        self.verifier = Verifier(model, self.rollback)
         self.tokens = (list(tokens) * (context // len(tokens) + 2))[: context + max(SIZES) + 1]
         self.context = context
         if not self.verifier.takes_trees():

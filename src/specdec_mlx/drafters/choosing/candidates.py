@@ -239,7 +239,7 @@ def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
         return
     try:
         repos = scan_cache_dir(where).repos
-    except CacheNotFound:
+    except (CacheNotFound, ValueError):  # or it is no folder
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         if repo.repo_type == "model" and repo.revisions:
