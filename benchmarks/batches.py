@@ -29,7 +29,7 @@ from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.batch_generation import batch_stream_generate
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.lab.bench.record import describe_machine
-from specdec_mlx.lab.prompts import Task, encode_chat, read_prompts
+from specdec_mlx.lab.prompts import RecordedText, encode_chat, read_prompts
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.models.loading import load_model
 
@@ -45,7 +45,7 @@ NOTE = (
     "rows; same: texts that are mlx-lm's, token by token."
 )
 
-Start = Callable[[Sequence[Task], int], Iterator[tuple[int, int, int]]]
+Start = Callable[[Sequence[RecordedText], int], Iterator[tuple[int, int, int]]]
 """Tasks and most tokens of each -> (which task, token, passes so far) for each token."""
 
 
@@ -120,7 +120,7 @@ class Row:
 def mlx_lm_batch(model: nn.Module, tokenizer: Any) -> Start:
     """Mlx-lm's batch, token by token."""
 
-    def start(tasks: Sequence[Task], max_tokens: int) -> Iterator[tuple[int, int, int]]:
+    def start(tasks: Sequence[RecordedText], max_tokens: int) -> Iterator[tuple[int, int, int]]:
         generator = BatchGenerator(model, stop_tokens=[[t] for t in tokenizer.eos_token_ids])
         uids = generator.insert([task.prompt for task in tasks], [max_tokens] * len(tasks))
         passes = 0
@@ -138,7 +138,7 @@ def our_batch(
 ) -> Start:
     """Ours with a drafter, None for the plain batch."""
 
-    def start(tasks: Sequence[Task], max_tokens: int) -> Iterator[tuple[int, int, int]]:
+    def start(tasks: Sequence[RecordedText], max_tokens: int) -> Iterator[tuple[int, int, int]]:
         prompts = [task.prompt for task in tasks]
         for response in batch_stream_generate(
             model, tokenizer, prompts, max_tokens, drafter=drafter, num_draft_tokens=draft_length
@@ -149,7 +149,7 @@ def our_batch(
 
 
 def race(
-    contenders: dict[str, Start], group: Sequence[Task], *, max_tokens: int, repeats: int
+    contenders: dict[str, Start], group: Sequence[RecordedText], *, max_tokens: int, repeats: int
 ) -> list[Group]:
     """Write a group with every contender, in turns, several times."""
     runs = [_race_once(contenders, group, max_tokens, seed=repeat) for repeat in range(repeats)]
@@ -171,7 +171,7 @@ def race(
 
 
 def _race_once(
-    contenders: dict[str, Start], group: Sequence[Task], max_tokens: int, seed: int
+    contenders: dict[str, Start], group: Sequence[RecordedText], max_tokens: int, seed: int
 ) -> dict[str, Run]:
     """One repeat; whose turn is next is drawn anew each time around, as in `timing.take_turns`."""
     draws = random.Random(seed)
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     model, tokenizer = load_model(args.model)
     prompts = read_prompts(args.prompts)
-    tasks = [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
+    tasks = [RecordedText(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
     contenders = {PLAIN: mlx_lm_batch(model, tokenizer)} | {
         name: our_batch(model, tokenizer, None if name == "none" else name, args.num_draft_tokens)
         for name in args.drafter or ["auto"]

@@ -21,9 +21,10 @@ from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
 from specdec_mlx.lab.bench.cost import CostCurve
-from specdec_mlx.lab.bench.record import Record, RecordedText
-from specdec_mlx.lab.bench.replay import Modelled, RecordedTarget, greedy_context
-from specdec_mlx.lab.prompts import spread
+from specdec_mlx.lab.bench.record import Record
+from specdec_mlx.lab.bench.replay import RecordedTarget, greedy_context
+from specdec_mlx.lab.bench.timing import PLAIN, Sample
+from specdec_mlx.lab.prompts import RecordedText, spread
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Generation
 from specdec_mlx.options import Options
@@ -121,7 +122,7 @@ def replay_rows(
     *,
     vocab_size: int,
     memory: nn.Module,
-) -> Modelled:
+) -> Sample:
     """Run a batch over recorded texts, all of them together.
 
     Args:
@@ -155,13 +156,15 @@ def replay_rows(
             accepted += token.from_draft
             stats[uid] = token.stats
     assert written == [text.generated for text in texts]
-    return Modelled(
+    return Sample(
+        PLAIN,
+        id="+".join(text.id for text in texts),
         category="+".join(sorted({text.category for text in texts})),
-        tokens=sum(map(len, written)),
+        num_tokens=sum(map(len, written)),
         passes=batch.num_rounds,
         drafted=sum(account.drafted for account in stats.values()),
         accepted=accepted,
-        seconds=batch.clock.total,
+        decode_seconds=batch.clock.total,
         plain_seconds=plain_seconds([len(text.generated) for text in texts], cost),
     )
 
@@ -227,7 +230,7 @@ def _score(
             drafter,
             parse_draft_length(length),
             cost,
-            vocab_size=int(record.settings["vocab_size"]),
+            vocab_size=record.settings.vocab_size,
             memory=memory,
         )
         for group in groups_of(record.texts, rows)
@@ -238,7 +241,7 @@ def _score(
         name,
         length,
         groups=len(done),
-        tokens=sum(m.tokens for m in done),
+        tokens=sum(m.num_tokens for m in done),
         target_passes=sum(m.passes for m in done),
         drafted=sum(m.drafted for m in done),
         accepted=sum(m.accepted for m in done),

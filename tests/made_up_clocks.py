@@ -21,8 +21,8 @@ from specdec_mlx.draft_length.costs import MILDEST, Curve
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import RecordedTarget, greedy_context
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import Generation, RoundClock
 from specdec_mlx.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats

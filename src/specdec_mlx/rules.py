@@ -44,6 +44,7 @@ __all__ = [
     "TargetRows",
     "Verdict",
     "acceptance_probability",
+    "leading_run",
     "residual",
 ]
 

@@ -45,7 +45,8 @@ def report(model: str, where: Path | None = None) -> str:
     folders = [] if target is None else [*models_in(where)]
     able, refused = _models(model, target, where)
     size = "" if target is None else f" ({_size(weight_bytes(target))})"
-    alone = describe_drafters(with_model=False).items()
+    alone = describe_drafters(with_model=False)
+    width = max(map(len, alone)) + 2
     parts = [
         [_expectation({} if target is None else config_of(target))],
         [missing] if missing else [],
@@ -54,7 +55,7 @@ def report(model: str, where: Path | None = None) -> str:
         [
             "Without a second model:",
             _command(model),
-            *(f"  {name:<16}{text}" for name, text in alone),
+            *(f"  {name:<{width}}{text}" for name, text in alone.items()),
         ],
         ["Left out:", *refused] if refused else [],
     ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generation_stream
+from msgspec import Struct
 
 from specdec_mlx.caches import Rollback, wait_for
 from specdec_mlx.contracts import Draft
@@ -27,8 +27,7 @@ NUM_CACHED = 256
 RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small model on a laptop
 
 
-@dataclass(frozen=True)
-class CostCurve:
+class CostCurve(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a pass over m positions: a `Curve` through measured points, with a name.
 
     positions: [n] increasing from 1, at least two, else ValueError. low, high: [n] 95% interval of
