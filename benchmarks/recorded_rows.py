@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import mlx.nn as nn
 
@@ -29,8 +29,6 @@ from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Generation
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import SequenceState
-from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target import Verifier
 
 Kind = TypeVar("Kind")
 
@@ -99,7 +97,7 @@ class RecordedBatch(BatchGeneration):
     def begin_text(self, uid: int, request: Request) -> BatchText:
         """A text before anything is generated."""
         text = self.texts[uid]
-        target = RecordedRow(text, self.vocab_size)
+        target: Any = RecordedRow(text, self.vocab_size)
         sequence = SequenceState(list(text.prompt), len(text.prompt), len(text.generated))
         drafting = Drafting(
             self.drafter,
@@ -109,9 +107,10 @@ class RecordedBatch(BatchGeneration):
             keeps_cache=False,
             stream=self.options.stream,
         )
-        drafting.begin(greedy_context(self.vocab_size))
-        generation = Generation(target, sequence, drafting, SpeculationStats())
-        return BatchText(uid, request, generation, cast(Verifier, target))
+        context = greedy_context(self.vocab_size)
+        generation = Generation(target, sequence, drafting, context)
+        generation.begin()
+        return BatchText(uid, request, generation, target)
 
 
 def replay_rows(

@@ -176,8 +176,9 @@ def written(
     drafting = Drafting(timed, policy, target, sequence, **options)
     stats = SpeculationStats()
     clock = MadeUpClock(now=machine.now, machine=machine)
-    generation = Generation(target, sequence, drafting, stats, clock=clock)
-    with closing(generation.run(greedy_context(10_000))) as tokens:
+    context = greedy_context(10_000)
+    generation = Generation(target, sequence, drafting, context, stats=stats, clock=clock)
+    with closing(generation.run()) as tokens:
         emitted = [token.token for token in islice(tokens, len(text.generated))]
     assert emitted == text.generated
     return stats

@@ -458,7 +458,7 @@ def test_probe_says_whether_drafting_is_exact(
     assert done.returncode == 0, done.stderr
     assert "exact" in done.stdout.splitlines()[-1]
     assert "caches: KVCache" in done.stdout
-    module = importlib.import_module("specdec_mlx.exactness.probe")
+    module = importlib.import_module("specdec_mlx.lab.probing")
     monkeypatch.setattr(module, "probe", lambda model: SimpleNamespace(exact=False))
     assert cli.main(["probe", "--model", str(folder)]) == 1
 

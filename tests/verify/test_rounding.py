@@ -11,10 +11,11 @@ import pytest
 
 import tiny
 from scripted import OracleDrafter
-from specdec_mlx.exactness.probe import first_inexact, probe
-from specdec_mlx.exactness.rounding import near_tie, rounding_of, shortens_products
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.exactness.rounding import rounding_of, shortens_products
 from specdec_mlx.lab.bench.summary import find_differences
 from specdec_mlx.lab.bench.timing import PLAIN, Sample
+from specdec_mlx.lab.probing import near_tie, probe
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import speculate
 

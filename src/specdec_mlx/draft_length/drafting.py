@@ -18,7 +18,6 @@ from specdec_mlx.contracts import (
     DraftSession,
     RoundRecord,
     Session,
-    Target,
     is_cheap,
     key_of,
     session_groups,
@@ -27,6 +26,7 @@ from specdec_mlx.draft_length.contract import DraftLength, ValuesDrafts
 
 if TYPE_CHECKING:
     from specdec_mlx.sequence import SequenceState
+    from specdec_mlx.target import Verifier
 from specdec_mlx.contracts import begin_session
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.errors import DraftError
@@ -194,7 +194,7 @@ class Drafting(Selection):
     is_shared: ClassVar[bool] = False
     drafter: Drafter | None
     length: DraftLength
-    target: Target
+    target: Verifier
     sequence: SequenceState
     _: KW_ONLY
     keeps_cache: bool
@@ -235,11 +235,6 @@ class Drafting(Selection):
             # a pass costs as much, whoever drafts
             self.judge.record(replace(round_, steady=False))
 
-    def observe(self) -> None:
-        """Tell the session what was emitted."""
-        if self.session is not None:
-            self.session.observe(self.sequence.not_handed_out)
-
     def agree_on_end(self) -> bool:
         """True: alone, a generation ends where its caller is; see `ranks.SharedDrafting`."""
         return True
@@ -260,7 +255,7 @@ class Drafting(Selection):
             self.why_none = self.why_none if limit or is_timed else NOT_WORTH
             return 0
         self.why_none = NO_MATCH
-        position, room = self.target.rollback.position, self.target.widest_pass()
+        position, room = self.target.rollback.position, self.target.measure_width()
         if self.sequence.embeddings is not None and position < self.sequence.prompt_length:
             return 0
         if room is not None:

@@ -17,9 +17,8 @@ from specdec_mlx.caches import Rollback, wait_for
 from specdec_mlx.contracts import Draft
 from specdec_mlx.draft_length.costs import CURVES, Curve
 from specdec_mlx.lab.counterfactual import median_of
-from specdec_mlx.loop import verifier_for
 from specdec_mlx.options import Options
-from specdec_mlx.sampling import Noise
+from specdec_mlx.target import Verifier
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"
@@ -100,7 +99,7 @@ class CostMeter:
         """Fill the cache with a real text, since experts are chosen by it, and warm up."""
         self._widths = tuple(widths)
         how, caches = Options(rule="match"), Rollback.of(model)
-        self._verifier = verifier_for(model, caches, how, probe=True, noise=Noise(0))
+        self._verifier = Verifier(model, caches, how)
         self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))

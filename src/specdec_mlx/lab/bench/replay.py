@@ -26,7 +26,6 @@ from specdec_mlx.contracts import (
     FeatureRows,
     Features,
     Outcome,
-    PendingPass,
     RoundRecord,
 )
 from specdec_mlx.draft_length.auto import Auto
@@ -42,11 +41,13 @@ from specdec_mlx.lab.bench.summary import Result, summarise
 from specdec_mlx.lab.bench.timing import PLAIN, Sample, Settings
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.lab.prompts import RecordedText
-from specdec_mlx.loop import Generation, Round, RoundClock, assemble_around
+from specdec_mlx.loop import Generation, Round, RoundClock
 from specdec_mlx.models.loading import explained
 from specdec_mlx.options import Options
 from specdec_mlx.progress import progress_bar
 from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.sequence import SequenceState
+from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.rules import walk
 from specdec_mlx.trees.shape import depths_of
@@ -54,7 +55,7 @@ from specdec_mlx.trees.shape import depths_of
 
 @dataclass
 class _RecordedPass:
-    """A pass of the recorded target; see `specdec_mlx.contracts.PendingPass`."""
+    """A pass of the recorded target; see `specdec_mlx.target.LazyPass`."""
 
     draft: Draft
     num_fed: int
@@ -62,8 +63,7 @@ class _RecordedPass:
     logprobs: Any
     features: FeatureRows | None = None
 
-    @property
-    def next_token(self) -> list[int]:
+    def draw_next(self) -> list[int]:
         return self.coming[:1]
 
     def wait(self) -> None:
@@ -75,22 +75,18 @@ class _RecordedPass:
 
 
 class RecordedTarget:
-    """A target whose greedy text is known; see `specdec_mlx.contracts.Target`."""
+    """A target whose greedy text is known; see `specdec_mlx.target.Verifier`."""
 
     remembers = False
 
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         self.rollback = Rollback([], position=len(text.prompt) - 1)
-        self._text, self._vocab_size = text, vocab_size
+        self._text, self.vocab_size = text, vocab_size
         # after the end: unknown, and nobody reads it
         self._known = [*text.generated, 0]
         self._is_tapped, self._num_fed = False, 0
 
-    def vocab_size(self) -> int:
-        """V, as recorded."""
-        return self._vocab_size
-
-    def widest_pass(self) -> int | None:
+    def measure_width(self) -> int | None:
         """Any number of positions."""
         return None
 
@@ -127,7 +123,7 @@ class RecordedTarget:
         """A pass whose logits are never asked for."""
         self._num_fed = tokens.shape[0]
         self.rollback.advance(self._num_fed)
-        return mx.zeros((tokens.shape[0], self._vocab_size))
+        return mx.zeros((tokens.shape[0], self.vocab_size))
 
     def launch(
         self,
@@ -135,8 +131,8 @@ class RecordedTarget:
         draft: Draft,
         position: int,
         embeddings: mx.array | None = None,
-    ) -> PendingPass:
-        """A pass of the recording, see `contracts.Target`; ValueError for a drawn draft."""
+    ) -> _RecordedPass:
+        """A pass of the recording, ValueError for a drawn draft."""
         if draft.logprobs is not None:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
         num_fed = len(pending) + len(draft)
@@ -207,13 +203,14 @@ def replay_text(
     length: learns from the modelled seconds. cost: c(m), in seconds. max_tokens, vocab_size: as
     recorded. draft_seconds: of one draft token.
     """
-    target = RecordedTarget(text, vocab_size)
+    target: Any = RecordedTarget(text, vocab_size)
     options, context = Options(max_tokens=max_tokens), greedy_context(vocab_size)
-    parts = assemble_around(target, list(text.prompt), drafter, length, options, context)
-    generation, stats = Generation.of(parts, options), parts.stats
-    clock = ModelledClock(cost=cost, drafting=parts.drafting, draft_seconds=draft_seconds)
-    generation.clock = clock
-    with closing(generation.run(context)) as tokens:
+    prompt, stats = list(text.prompt), SpeculationStats()
+    sequence = SequenceState(prompt, len(prompt), max_tokens)
+    drafting = Drafting(drafter, length, target, sequence, keeps_cache=False, stream=options.stream)
+    clock = ModelledClock(cost=cost, drafting=drafting, draft_seconds=draft_seconds)
+    generation = Generation(target, sequence, drafting, context, options, stats, clock)
+    with closing(generation.run()) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated
     accepted = sum(token.from_draft for token in emitted)
