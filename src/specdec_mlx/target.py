@@ -433,13 +433,17 @@ class Verifier:
         self.remembers = self.next_token.remembers
         is_opaque = self.next_token.by_row or self.next_token.sampling is None
         self.rule = make_rule(options.rule, is_seeded=noise.is_given and not is_opaque)
-        self.tree_rule = tree_rule_for(self.rule)
         if is_opaque and needs_distribution(self.rule):
             raise ValueError(
                 f"rule={self.rule.name!r} needs the target's distribution, and a sampler or "
                 "processor of your own gives none. Leave it out, or use "
                 "specdec_mlx.Sampling(...) as the sampler."
             )
+
+    @cached_property
+    def tree_rule(self) -> Any:
+        """The rule for trees that goes with `rule`; None where it decides about chains alone."""
+        return tree_rule_for(self.rule)
 
     @cached_property
     def vocab_size(self) -> int:
