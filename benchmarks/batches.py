@@ -25,7 +25,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
 
 from benchmarks.recorded_rows import groups_of
-from specdec_mlx.arguments import argument, positive_int
+from specdec_mlx.arguments import argument, number
 from specdec_mlx.batch_generation import batch_stream_generate
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.lab.bench.record import describe_machine
@@ -283,7 +283,7 @@ def _line(groups: Sequence[Group]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batches", description=__doc__)
-    count = argument(positive_int)
+    count = number(int, 1)
     add = parser.add_argument
     add("--model", required=True, help="target: folder or Hugging Face name")
     add("--drafter", action="append", metavar="NAME", help="repeatable; none for ours without")

@@ -28,7 +28,7 @@ from benchmarks.oracles import (
 )
 from benchmarks.recorded_drafts import load_drafts
 from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
-from specdec_mlx.arguments import argument, positive_int
+from specdec_mlx.arguments import number
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.record import Record
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--rows",
         action="append",
-        type=argument(positive_int),
+        type=number(int, 1),
         metavar="N",
         help="repeatable: N texts at a time in one batch, without oracles; a pass of width m costs "
         "c(N m)",

@@ -23,7 +23,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx import loop
-from specdec_mlx.arguments import argument, positive_int
+from specdec_mlx.arguments import number
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft
 from specdec_mlx.lab import target_path
@@ -169,7 +169,7 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", help="folder or Hugging Face name (default: the lab's target)")
-    parser.add_argument("--repeats", type=argument(positive_int), default=15, help="(%(default)s)")
+    parser.add_argument("--repeats", type=number(int, 1), default=15, help="(%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     args = parser.parse_args()
     model, tokenizer = load_model(args.model or target_path())

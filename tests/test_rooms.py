@@ -57,7 +57,7 @@ TOKENS = {
     "core": 22_900,
     "library": 124_000,
     "lab": 73_500,
-    "server": 44_700,
+    "server": 43_750,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

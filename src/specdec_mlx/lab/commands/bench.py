@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import argument, checked, existing_file, new_file, positive_int
+from specdec_mlx.arguments import argument, checked, existing_file, new_file, number
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
@@ -30,7 +30,7 @@ from specdec_mlx.rules import make_rule
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx bench`."""
-    add, count = parser.add_argument, argument(positive_int)
+    add, count = parser.add_argument, number(int, 1)
     several = partial(add, action="append")
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add(

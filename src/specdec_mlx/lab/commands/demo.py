@@ -27,7 +27,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import argument, checked, positive_int
+from specdec_mlx.arguments import checked, number
 from specdec_mlx.cli.blas import (
     REFERENCE_BLAS,
     THREADS,
@@ -145,7 +145,7 @@ class TimedText:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx demo`."""
-    add, count = parser.add_argument, argument(positive_int)
+    add, count = parser.add_argument, number(int, 1)
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add(
         "--seconds",
