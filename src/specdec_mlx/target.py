@@ -441,11 +441,6 @@ class Verifier:
             )
 
     @cached_property
-    def tree_rule(self) -> Any:
-        """The rule for trees that goes with `rule`; None where it decides about chains alone."""
-        return tree_rule_for(self.rule)
-
-    @cached_property
     def vocab_size(self) -> int:
         """V."""
         return vocab_size_of(self.model)
@@ -553,6 +548,11 @@ class Verifier:
             ]
         limit = min(limits)
         return None if limit == inf else int(limit)
+
+    @cached_property
+    def tree_rule(self) -> Any:
+        """The rule's counterpart for trees, None where it has none."""
+        return tree_rule_for(self.rule)
 
     def takes_trees(self) -> bool:
         """True if a tree may be verified now, in one pass; a warning, once a model, if not."""
