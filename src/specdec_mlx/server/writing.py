@@ -31,7 +31,7 @@ from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.requests import ServerEndingError
-from specdec_mlx.server.under_way import AskedText
+from specdec_mlx.server.tickets import AskedText
 
 
 def options_for(loaded: Loaded, settings: ServerSettings) -> Options:
