@@ -244,7 +244,7 @@ class Engine:
         """Serve a request, and those who join."""
         if (text := self._prepared(ticket)) is None:
             return
-        writing: Writing = WritingAlone(text, self.settings, self.prefixes)
+        writing: Writing = WritingAlone(text, self.settings)
         try:
             while writing.texts:
                 while self._waiting and writing.has_place and self._next_is_row():
