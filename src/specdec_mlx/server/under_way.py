@@ -19,14 +19,13 @@ from specdec_mlx.drafters.grammar import (
     GrammarProcessor,
     compiled_tokenizer,
 )
-from specdec_mlx.drafters.thoughts import ThoughtBudget
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import grammar_for, has_grammar, within
+from specdec_mlx.server.forced import ThoughtBudget, grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import check_length, encoded, read_prompt
