@@ -92,8 +92,8 @@ class KeptPrefix:
         return KeptPrefix(self.place, self.tokens[:reached], caches, at)
 
 
-def num_common(one: list[int], other: list[int]) -> int:
-    """Tokens that two texts have in common at their beginnings."""
+def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Tokens, or characters, that two texts have in common at their beginnings."""
     least, most = 0, min(len(one), len(other))
     while least < most:  # halves are compared at once: texts are long
         half = (least + most + 1) // 2

@@ -28,7 +28,7 @@ from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import ThoughtBudget, grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import check_length, encoded, read_prompt
+from specdec_mlx.server.prompts import check_length, encoded, read_prompt, too_long
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -154,8 +154,7 @@ class AskedText:
         check_ids(self.prompt.tokens, vocab_size_of(loaded.model))
         num_tokens = len(self.prompt.tokens)
         if (room := most - num_tokens + 1) < 1:  # the last token is not fed
-            words = f"The prompt has {num_tokens} tokens; there are {most} positions for a text."
-            raise RequestError(words, "context_length_exceeded", num_tokens, most)
+            raise too_long(num_tokens, most)
         self.max_tokens = min(given(given(request.max_tokens, settings.max_tokens), room), room)
         self.num_draft_tokens = given(request.num_draft_tokens, self.flags.num_draft_tokens)
         self.rule = given(request.rule, self.flags.rule)
