@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from threading import Event as Flag
 from threading import Thread
@@ -32,7 +33,7 @@ from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
-from specdec_mlx.server.under_way import GONE, AskedText, Ticket
+from specdec_mlx.server.tickets import GONE, AskedText, Ticket
 from specdec_mlx.server.writing import Writing, WritingAlone, options_for
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
@@ -243,7 +244,7 @@ class Engine:
         """Serve a request, and those who join."""
         if (text := self._prepared(ticket)) is None:
             return
-        writing: Writing = WritingAlone(text, self.settings, self.prefixes)
+        writing: Writing = WritingAlone(text, self.settings)
         try:
             while writing.texts:
                 while self._waiting and writing.has_place and self._next_is_row():
@@ -283,15 +284,13 @@ class Engine:
         are written.
         """
         ticket, loaded = self._first_waiting(), self.models.loaded
-        if ticket is None or loaded is None or self._unloading:
+        if ticket is None or loaded is None or ticket.names != loaded.names:
             return False
-        if ticket.names != loaded.names:
+        if self._unloading or ticket.request.pictures:
             return False
-        try:
-            names = self.models.names_of(ticket.request)
-        except ValueError:  # its client is told when its turn comes
-            return False
-        return names == loaded.names and not ticket.request.pictures
+        with suppress(ValueError):  # its client is told when its turn comes
+            return self.models.loaded_for(ticket.request) is loaded
+        return False
 
     def _warm_up(self, loaded: Loaded) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""

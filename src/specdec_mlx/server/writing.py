@@ -29,9 +29,8 @@ from specdec_mlx.ranks import ranks_of
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
-from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.requests import ServerEndingError
-from specdec_mlx.server.under_way import AskedText
+from specdec_mlx.server.tickets import AskedText
 
 
 def options_for(loaded: Loaded, settings: ServerSettings) -> Options:
@@ -53,23 +52,26 @@ def options_for(loaded: Loaded, settings: ServerSettings) -> Options:
 class WritingAlone:
     """One text, written by the loop."""
 
-    def __init__(self, text: AskedText, settings: ServerSettings, prefixes: Prefixes) -> None:
+    def __init__(self, text: AskedText, settings: ServerSettings) -> None:
         self.text, self.texts = text, [text]
-        self.loaded, self.settings, self.prefixes = text.loaded, settings, prefixes
+        self.loaded, self.settings = text.loaded, settings
         self.generation: Generation | None = None
         self._tokens = self._written()
 
     @property
     def has_place(self) -> bool:
-        """True if the texts of the model can be rows; pictures are read first."""
-        is_read = self.generation is not None and self.generation.is_prefilled
-        return self.loaded.has_rows and (is_read or self.text.prompt.seen is None)
+        """True if another text may join: the texts of the model can be rows."""
+        return self.loaded.has_rows
 
     def with_another(self, text: AskedText) -> WritingTogether:
         """Both as rows of a batch; this text goes on from its caches."""
-        self._leave()
-        batch = WritingTogether(self.loaded, self.settings, self.prefixes)
-        return batch.with_another(self.text).with_another(text)
+        batch = WritingTogether(self.loaded, self.settings)
+        try:
+            self._leave()
+            batch.with_another(self.text)
+        except Exception as error:
+            self.text.fail(error)
+        return batch.with_another(text)
 
     def _written(self) -> Generator[Token | None, None, None]:
         """The tokens of the text; None where a part of its prompt was read."""
@@ -118,6 +120,7 @@ class WritingAlone:
             if isinstance(token, Exception):
                 raise token
             if token is not None and self.text.give(token):
+                self.texts = []
                 self._leave()
             else:
                 self.text.ticket.check()
@@ -132,13 +135,13 @@ class WritingAlone:
 
     def close(self, error: Exception) -> None:
         """End the text. Its caches are kept unless it failed."""
-        if self.texts:
-            self._leave(keeps=isinstance(error, ConnectionError | ServerEndingError))
-            self.text.fail(error)
+        texts, self.texts = self.texts, []
+        for text in texts:
+            text.fail(error)
+        self._leave(keeps=isinstance(error, ConnectionError | ServerEndingError) and bool(texts))
 
     def _leave(self, *, keeps: bool = True) -> None:
         """Stop where the text is, and keep its caches."""
-        self.texts = []
         try:
             self._tokens.close()
         except CacheRollbackError as error:
@@ -154,8 +157,8 @@ class WritingAlone:
 class WritingTogether:
     """Several texts, written as the rows of one batch. texts: by their numbers there."""
 
-    def __init__(self, loaded: Loaded, settings: ServerSettings, prefixes: Prefixes) -> None:
-        self.loaded, self.settings, self.prefixes = loaded, settings, prefixes
+    def __init__(self, loaded: Loaded, settings: ServerSettings) -> None:
+        self.settings = settings
         self.texts = dict[int, AskedText]()
         self.batch = BatchGeneration(
             loaded.model,
@@ -201,7 +204,7 @@ class WritingTogether:
             return self
         self.texts[uid] = text
         if (most := self.settings.prompt_cache_bytes) is not None:  # of all caches together
-            self.prefixes.trim_to(max(0, most - self.batch.num_cache_bytes))
+            text.prefixes.trim_to(max(0, most - self.batch.num_cache_bytes))
         return self
 
     def step(self) -> None:

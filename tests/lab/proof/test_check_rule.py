@@ -44,7 +44,7 @@ def test_our_lossless_rules_keep_the_contract(name: str) -> None:
     lines = check_rule(make_rule(name))
     coins = ["coins"] if name in COIN_RULES else []
     assert parts(lines) == ["protocol", "purity", "greedy", *coins, "distribution"]
-    how = "36 enumerated, total variation at most" if coins else "20000 texts drawn, K = 2"
+    how = "48 enumerated, total variation at most" if coins else "20000 texts drawn, K = 2"
     assert how in lines[-1]
     assert ("drawn" in lines[-1]) != bool(coins)
 
@@ -184,12 +184,12 @@ class UnnormalisedDraft(Rejection):
 
 
 class Biased(Rejection):
-    """3% of the chance of token 0 goes to token 1, after whatever was kept."""
+    """3% of the chance of token 0 goes to token 1, where that is possible."""
 
     def next_probs(self, target_probs: Any, tokens: Any, draft_probs: Any, kept: Any) -> Any:
         right, xp = super().next_probs(target_probs, tokens, draft_probs, kept), namespace_of
         token = xp(right).arange(right.shape[-1])
-        moved = 0.03 * right[0]
+        moved = 0.03 * right[0] * (right[1] > 0)
         return right + moved * (1.0 * (token == 1) - 1.0 * (token == 0))
 
 
