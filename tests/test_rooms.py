@@ -36,7 +36,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 TOTALS = {
     "files": 206,
     "numeric constants": 181,
-    "protocols": 15,
+    "protocols": 6,
     "public names": 20,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
@@ -56,7 +56,7 @@ CORE = tuple(
 TOKENS = {
     "core": 22_550,
     "library": 123_500,
-    "lab": 72_900,
+    "lab": 73_500,
     "server": 44_150,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.

@@ -21,21 +21,19 @@ from specdec_mlx.contracts import (
     NO_DRAFT,
     ROOT,
     Draft,
-    DraftSession,
     RoundRecord,
-    SeesTarget,
-    Stepwise,
+    Session,
     chain,
-    optional,
 )
 from specdec_mlx.draft_length.chances import tokens_and_evidence
+from specdec_mlx.draft_length.contract import ValuedSession
 from specdec_mlx.draft_length.parts import LookUp, Model, Prices
 from specdec_mlx.draft_length.store import Tuning
 
 
 @dataclass
 class Auto:
-    """As many tokens as pay, 0 included; see `contracts.ValuesDrafts`. `tuning` learns."""
+    """As many tokens as pay, 0 included; see `contract.ValuesDrafts`. `tuning` learns."""
 
     tuning: Tuning = field(default_factory=Tuning)
     parts: dict[str, LookUp] = field(default_factory=dict)
@@ -46,18 +44,17 @@ class Auto:
         self.prices.update(self.prices.cost_model)
 
     def begin(
-        self, part: str, session: DraftSession, may_fork: Callable[[], bool]
+        self, part: str, session: Session, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         """Register a session; returns the function that gets its drafts."""
-        if (grown := optional(session, "propose_tree")) is not None:
+        if isinstance(session, ValuedSession):
             self._part(part, LookUp)
-            return lambda limit: grown(limit, self, may_fork)
-        forks = optional(session, "forks") and may_fork()
-        if isinstance(session, Stepwise) and not forks:
+            return lambda limit: session.propose_tree(limit, self, may_fork)
+        if session.can_stop and not (session.forks and may_fork()):
             # which two sessions of one drafter share
             model: Any = self._part(part, Model)
             model.can_stop = True
-            model.most_unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
+            model.most_unread = MANY_WAITING if session.reads_target else inf
             return lambda limit: model.propose_while_worth(session, limit)
         return session.propose
 

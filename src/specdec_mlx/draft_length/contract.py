@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from specdec_mlx.contracts import Draft, DraftSession, RoundRecord
+from specdec_mlx.contracts import Draft, RoundRecord, Session
 
 
 class DraftLength(Protocol):
@@ -37,7 +38,7 @@ class ValuesDrafts(DraftLength, Protocol):
     """A draft length that values drafts; default: they are verified as they are proposed."""
 
     def begin(
-        self, part: str, session: DraftSession, may_fork: Callable[[], bool]
+        self, part: str, session: Session, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         """Register a session; returns the function that gets its drafts, by most tokens."""
 
@@ -64,3 +65,14 @@ class ValuesDrafts(DraftLength, Protocol):
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if a round's seconds are needed now; the loop then waits before it emits."""
+
+
+class ValuedSession(ABC):
+    """A look-up's session that drafts what is worth most, as a tree if that is best."""
+
+    @abstractmethod
+    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
+        """The chain or tree of at most `limit` tokens that is worth most to `values`.
+
+        may_fork: asked if a tree is best.
+        """

@@ -11,26 +11,21 @@ import mlx.core as mx
 
 from specdec_mlx.contracts import (
     NO_DRAFT,
-    Closes,
     Draft,
     DraftContext,
     Drafter,
-    DraftSession,
     RoundRecord,
     Session,
-    is_cheap,
-    key_of,
-    session_groups,
 )
 from specdec_mlx.draft_length.contract import DraftLength, ValuesDrafts
 
 if TYPE_CHECKING:
     from specdec_mlx.sequence import SequenceState
     from specdec_mlx.target import Verifier
-from specdec_mlx.contracts import begin_session
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.errors import DraftError
 from specdec_mlx.exactness.features import FeatureFeed
+from specdec_mlx.strangers import begin_session
 
 
 class SessionPart(NamedTuple):
@@ -83,8 +78,8 @@ class Selection(ABC):
         """Ask this session, or those that it is made of, from now on."""
         self.values = self.length if isinstance(self.length, ValuesDrafts) else None
         self.groups = [
-            [SessionPart(key, is_cheap(one), self._way_to(key, one)) for key, one in group]
-            for group in session_groups(session, key)
+            [SessionPart(part, one.cheap, self._way_to(part, one)) for part, one in group]
+            for group in session.groups(key)
         ]
         kinds = [{part.is_cheap for part in group} for group in self.groups]
         self.has_cheap = any(True in kind for kind in kinds)
@@ -93,7 +88,6 @@ class Selection(ABC):
             self.judge = Auto()
 
     def _way_to(self, key: str, session: Session) -> Callable[[int], Draft]:
-        assert isinstance(session, DraftSession)
         if self.values is None:
             return session.propose
         return self.values.begin(key, session, self._may_fork)
@@ -107,7 +101,7 @@ class Selection(ABC):
         return NOTHING
 
     def _best_of(self, group: Sequence[SessionPart]) -> Proposal:
-        """The draft that is worth most; no token that was drawn decides, see `SessionGroups`."""
+        """The draft that is worth most; no token that was drawn decides, see `Session.groups`."""
         best, drawn = self._best_cheap(group)
         for part in group:
             limit = 0 if part.is_cheap else self._limit(part)
@@ -214,7 +208,7 @@ class Drafting(Selection):
         prompt = list(self.sequence.tokens)
         self.session = begin_session(self.drafter, prompt, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
-        self.use(self.session, key_of(self.drafter))
+        self.use(self.session, self.drafter.key)
 
     def _may_fork(self) -> bool:
         return self.target.takes_trees()
@@ -241,7 +235,7 @@ class Drafting(Selection):
 
     def close(self, end: int) -> None:
         """Tell the session that the first `end` tokens are all that the caller has."""
-        if isinstance(self.session, Closes):
+        if self.session is not None:
             self.session.close(end)
 
     def _limit(self, part: SessionPart) -> int:

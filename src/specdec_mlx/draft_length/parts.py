@@ -13,7 +13,7 @@ from math import inf
 from operator import mul
 from time import perf_counter
 
-from specdec_mlx.contracts import Draft, Evidence, RoundRecord, Step, Stepwise
+from specdec_mlx.contracts import Draft, Evidence, RoundRecord, Session, Step
 from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.draft_length.costs import WIDTHS, CostModel
 from specdec_mlx.draft_length.store import EXPLORATION, Learned
@@ -145,7 +145,7 @@ class Model(LookUp):
     A token's value is compared with the measured cost of its step, where AdaEDL (Agrawal et al.
     2024) and SpecDec++ (Huang et al. 2024) have thresholds.
 
-    can_stop: True if its session is `Stepwise`. unread: tokens of the text that it has not read,
+    can_stop: True if its session can. unread: tokens of the text that it has not read,
     None for all; `most_unread` count at most. charge: cost of reading them. pause: rounds until it
     is asked again.
     """
@@ -201,13 +201,13 @@ class Model(LookUp):
         """All of it: `limit` or `goes_on` chose the length."""
         return len(draft)
 
-    def propose_while_worth(self, session: Stepwise, limit: int) -> Draft:
+    def propose_while_worth(self, session: Session, limit: int) -> Draft:
         """Its draft, as long as the next token is worth its steps."""
         self._times = [self.prices.clock()]
         return session.propose_while(limit, self.goes_on)
 
     def goes_on(self, evidence: Sequence[Evidence]) -> Step:
-        """Weigh the latest token and those that could follow it; see `contracts.Stepwise`."""
+        """Weigh the latest token and those that could follow it; see `Session.propose_while`."""
         length, latest, learned = len(evidence), evidence[-1], self.learned
         free = latest.is_free
         if not free:

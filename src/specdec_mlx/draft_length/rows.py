@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from specdec_mlx.contracts import Draft, DraftSession, RoundRecord
+from specdec_mlx.contracts import Draft, RoundRecord, Session
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.draft_length.contract import DraftLength
@@ -85,7 +85,7 @@ class RowLength(Auto):
     def __post_init__(self) -> None:
         self.prices = self.shared.prices
 
-    def begin(self, part: str, session: DraftSession, may_fork: Any) -> Callable[[int], Draft]:
+    def begin(self, part: str, session: Session, may_fork: Any) -> Callable[[int], Draft]:
         """Chains alone, of a length that is chosen before."""
         return session.propose
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import Draft, Session, SessionGroups
+from specdec_mlx.contracts import Draft, Session
 from specdec_mlx.draft_length.drafting import Selection, SessionPart
 from specdec_mlx.draft_length.policy import Fixed
 
@@ -29,6 +29,5 @@ class SelectionAlone(Selection):
 
 def proposing(session: Session, key: str) -> Callable[[int], Draft]:
     """The way to a session's drafts outside of the loop; key: of its drafter."""
-    if isinstance(session, SessionGroups):
-        return SelectionAlone(session, key).propose
-    return session.propose
+    is_alone = session.groups(key) == [[(key, session)]]
+    return session.propose if is_alone else SelectionAlone(session, key).propose
