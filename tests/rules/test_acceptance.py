@@ -9,6 +9,7 @@ import argparse
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -32,6 +33,7 @@ from exact import (
     Deciding,
     Drafting,
     Drawn,
+    Given,
     Rounds,
     Source,
     by_state,
@@ -44,7 +46,7 @@ from exact import (
 )
 from lossless import noisy_copy
 from selection import in_one_test
-from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
+from specdec_mlx.contracts import Agreement, Draft, Verdict, needs_distribution, shares_noise
 from specdec_mlx.lab.papers.lossy import LOSSY, Lenient, Typical
 from specdec_mlx.lab.proof.law import sources, total_variation
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments, check_values
@@ -464,6 +466,21 @@ def test_a_lenient_greedy_text_has_no_unlikely_token() -> None:
     assert run("lenient:lenience=1.0")[0] == plain
     assert run("lenient:lenience=1e-30")[1].acceptance_rate == 1.0
     assert run("typical")[0] == run("auto", drafter=None)[0] == plain  # a one-hot: exact match
+
+
+def test_auto_is_block_for_drawn_drafts_of_a_known_distribution_alone() -> None:
+    """Else match: of point masses, of a greedy target, and of one that can only be called."""
+    rule, p = make_rule("auto"), mx.full((2, 2), 0.5)
+    drafts = Draft([1]), Draft([1], mx.log(p[:1]))
+    assert [rule.for_draft(each).name for each in drafts] == ["match", "block"]  # type: ignore[attr-defined]
+    noise: Any = Given(mx.array([0.5]), mx.zeros(2))
+    for is_drawn, greedy, known in product((False, True), repeat=3):
+        target: Any = SimpleNamespace(
+            greedy=greedy, has_distribution=known, probs=p, tokens=mx.array([0, 1])
+        )
+        by_block = is_drawn and known and not greedy
+        kind = Verdict if by_block else Agreement
+        assert type(rule.decide(target, drafts[is_drawn], noise)) is kind
 
 
 def test_auto_takes_a_lossless_rule(monkeypatch: pytest.MonkeyPatch) -> None:
