@@ -26,8 +26,7 @@ from benchmarks.heads import (
     target_and_prompts,
     tokens_a_pass,
 )
-from specdec_mlx.arguments import argument, positive_int
-from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.arguments import argument, parse_draft_length, positive_int
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import load_head

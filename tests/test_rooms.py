@@ -98,7 +98,7 @@ def test_imports_keep_to_the_layers_and_run_in_no_circle(monkeypatch, capsys):
 
 WRONG_IMPORTS = [
     ("layers", "caches", "draft_length.costs"),
-    ("layers", "draft_length.auto", "target"),
+    ("layers", "draft_length.value", "target"),
     ("layers", "exactness.probe", "drafters.model"),
     ("layers", "drafters.ngram", "loop"),
     ("layers", "drafters.model", "lab.pair"),
@@ -113,7 +113,7 @@ WRONG_IMPORTS = [
     ("loop", "loop", "rules"),
     ("loop", "draft_length.drafting", "drafters.model"),
     ("loop", "caches", "rules"),
-    ("loop", "draft_length.auto", "drafters.model"),
+    ("loop", "draft_length.value", "drafters.model"),
     ("views", "views.html", "loop"),
     ("views", "stats.account", "caches"),
 ]

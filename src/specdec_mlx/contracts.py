@@ -699,7 +699,7 @@ OPTIONAL: dict[str, Any] = {
     # of a session that costs time: its drafts are trees
     "forks": False,
     # of a look-up's session, (limit, values, may_fork) -> Draft: the chain or tree that is worth
-    # most to `values`, a `ValuesDrafts`; may_fork() is asked if a tree is best
+    # most to `values`, the automatic draft length; may_fork() is asked if a tree is best
     "propose_tree": None,
     # of a session that reads the target, (tokens [n], rows): draft tokens that were not kept, and
     # their rows, after `see` was shown the others

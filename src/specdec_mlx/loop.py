@@ -38,10 +38,9 @@ from specdec_mlx.contracts import (
     Target,
     check_drafter_fits,
 )
-from specdec_mlx.draft_length.contract import DraftLength, ValuesDrafts
 from specdec_mlx.draft_length.drafting import Drafting
-from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.options import OptionArguments, Options, max_tokens_of
 from specdec_mlx.ranks import Ranks, SharedDrafting, ranks_of, shared_noise
 from specdec_mlx.sampling import Noise, Sampling
@@ -332,7 +331,7 @@ class Generation:
                 return None
             if ahead is None:
                 return self.verify(self.propose())
-            self.choose_mode(drafting.has_draft())
+            self.choose_mode(drafting.look_ahead())
         except Exception as error:
             self.failure = error
         return ahead
@@ -348,8 +347,8 @@ class Generation:
 
     def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
         """Hand out the tokens of a round, while the next one is under way."""
-        if self.drafting.values is not None:
-            self.clock.time_if_hidden(following, self.drafting.values)
+        if self.drafting.selection is not None:
+            self.clock.time_if_hidden(following, self.drafting.selection.length)
         started = self.clock.now()
         self.stats.other_seconds += self.clock.other_seconds(started)
         tokens = tokens_of(current, outcome, self.stats)
@@ -507,9 +506,9 @@ class RoundClock:
         """Host time of this round that was neither waiting nor getting a pass under way."""
         return now - self._resumed_at - self.waited - self._launching
 
-    def time_if_hidden(self, following: Round | None, values: ValuesDrafts) -> None:
-        """Wait for the pass under way, where a slow caller hides seconds that `values` needs."""
-        if following is not None and values.wants_timing(following.num_drafted):
+    def time_if_hidden(self, following: Round | None, length: DraftLength) -> None:
+        """Wait for the pass under way, where a slow caller hides seconds that `length` needs."""
+        if following is not None and length.wants_timing(following.num_drafted):
             if self.was_undisturbed:
                 return
             following.under_way.wait()

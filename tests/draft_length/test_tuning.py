@@ -28,7 +28,6 @@ from specdec_mlx.draft_length import costs, store
 from specdec_mlx.draft_length.chances import EDGES, PRIORS, Chances
 from specdec_mlx.draft_length.costs import (
     CURVES,
-    EXPIRES,
     NUM_PLAIN,
     WIDTHS,
     CostModel,

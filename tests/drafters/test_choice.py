@@ -16,7 +16,7 @@ from serving import drafter_of
 from specdec_mlx.cli.commands import main
 from specdec_mlx.contracts import DraftContext, Drafter
 from specdec_mlx.draft_length import drafting
-from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.value import Auto
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.mlx_lm_plugin import flags

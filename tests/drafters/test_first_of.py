@@ -27,8 +27,8 @@ from specdec_mlx.contracts import (
     models_of,
     session_groups,
 )
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import Auto
 from specdec_mlx.lab.beams.search import Beam, BeamDrafting
 from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.record import RecordedText

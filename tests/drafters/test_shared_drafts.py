@@ -22,7 +22,7 @@ from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import Draft, DraftContext
-from specdec_mlx.draft_length.rows import RowLength, SharedLength
+from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import shared_drafts
 from specdec_mlx.drafters.heads.drafter import HeadDrafter

@@ -15,9 +15,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.sample_utils import make_sampler
 
-from specdec_mlx.arguments import whole
+from specdec_mlx.arguments import parse_draft_length, whole
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.choice import DrafterChoice
 from specdec_mlx.lab.bench.prompts import Task

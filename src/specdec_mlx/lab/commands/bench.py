@@ -14,8 +14,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.arguments import argument, checked, existing_file, new_file, positive_int
-from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.arguments import (
+    argument,
+    checked,
+    existing_file,
+    new_file,
+    parse_draft_length,
+    positive_int,
+)
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.bench import prompts

@@ -8,8 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.arguments import argument, existing_file, new_file
-from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.arguments import argument, existing_file, new_file, parse_draft_length
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.bench.prompts import read_prompts

@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.arguments import argument, checked, positive_int
+from specdec_mlx.arguments import argument, checked, parse_draft_length, positive_int
 from specdec_mlx.cli.blas import (
     REFERENCE_BLAS,
     THREADS,
@@ -35,7 +35,6 @@ from specdec_mlx.cli.blas import (
     start_again_with_openblas,
 )
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.default import default_drafter

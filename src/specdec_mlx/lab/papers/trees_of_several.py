@@ -21,7 +21,7 @@ from specdec_mlx.contracts import (
     key_of,
     optional,
 )
-from specdec_mlx.draft_length.contract import ValuesDrafts
+from specdec_mlx.draft_length.value import Auto
 from specdec_mlx.drafters.first_of import CombinedSession, FirstOf, context_for
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter, SuffixSession
@@ -142,7 +142,7 @@ class LookUpTree(CombinedSession):
             return merged([d for d in drafts if d.logprobs is None]).head(limit)
         return drafts[0] if drafts else NO_DRAFT
 
-    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
+    def propose_tree(self, limit: int, values: Auto, may_fork: Callable[[], bool]) -> Draft:
         """The tree, or the chain, of all their chains that is worth most."""
         chains: list[tuple[str, Draft]] = []
         for key, part in self.parts:

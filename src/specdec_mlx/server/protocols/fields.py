@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from specdec_mlx.arguments import split_spec
-from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.arguments import parse_draft_length, split_spec
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import TEMPS, is_temp
