@@ -27,8 +27,8 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 from benchmarks.recorded_rows import groups_of
 from specdec_mlx.arguments import argument, parse_draft_length, positive_int
 from specdec_mlx.batch_generation import batch_stream_generate
-from specdec_mlx.lab.bench.prompts import Task, encode_chat, read_prompts
 from specdec_mlx.lab.bench.record import describe_machine
+from specdec_mlx.lab.prompts import Task, encode_chat, read_prompts
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.models.loading import load_model
 

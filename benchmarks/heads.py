@@ -30,8 +30,8 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import HEADS, draft_path, head_path, target_path
 from specdec_mlx.lab import pair as pair_module
-from specdec_mlx.lab.bench.prompts import Prompt, read_prompts
 from specdec_mlx.lab.bench.record import describe_machine
+from specdec_mlx.lab.prompts import Prompt, read_prompts
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models.loading import load_model

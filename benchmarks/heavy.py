@@ -19,12 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx import lab
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
-from specdec_mlx.lab.bench.prompts import Prompt
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.bench.record import format_record, save_record
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Settings, make_contenders
 from specdec_mlx.lab.pair import held_out_openings
+from specdec_mlx.lab.prompts import Prompt
 
 WIDTH, GROUP = 4096, 64
 BITS = {16: 16.0, 8: 8.5, 4: 4.5}  # of a weight; the quantized ones with their scales and biases
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = heavy(pair.target, args.gigabytes, args.bits)
     openings = [Prompt(f"{topic}/{i}", topic, text) for topic, i, text in held_out_openings()]
     tasks = make_tasks(pair.tokenizer, openings[:: max(1, len(openings) // args.texts)])
-    choice = DrafterChoice(args.drafter or ["model"], NamedModel(pair.draft))
+    choice = DrafterChoice(args.drafter or ["model"], DraftModel(pair.draft))
     ends = pair.tokenizer.eos_token_ids
     how = Settings(args.max_tokens, args.repeats, None, ends, args.temp)
     lengths = args.num_draft_tokens or ["4", "auto"]

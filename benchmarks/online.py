@@ -31,9 +31,9 @@ from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, head_path, target_path
-from specdec_mlx.lab.bench.prompts import read_prompts
 from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.pair import held_out_openings
+from specdec_mlx.lab.prompts import read_prompts
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.lab.training.online import OnlineDraftModel, OnlineTrainer, learning_on
 from specdec_mlx.lab.training.run import PLAN

@@ -22,9 +22,9 @@ from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.value import DraftLength
 from specdec_mlx.lab.bench.cost import CostCurve
-from specdec_mlx.lab.bench.prompts import spread
 from specdec_mlx.lab.bench.record import Record, RecordedText
 from specdec_mlx.lab.bench.replay import Modelled, RecordedTarget, greedy_context
+from specdec_mlx.lab.prompts import spread
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Generation
 from specdec_mlx.options import Options

@@ -23,10 +23,10 @@ import mlx.nn as nn
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_model
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.lab.bench.prompts import Task, choose, encode_chat, read_prompts
 from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.counterfactual import BY_ROUND, Counterfactual
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.prompts import Task, choose, encode_chat, read_prompts
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import speculate
 from specdec_mlx.models.loading import load_model

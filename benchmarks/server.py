@@ -28,9 +28,9 @@ from typing import Any
 
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_model
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.lab.bench.prompts import choose, read_prompts
 from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.prompts import choose, read_prompts
 
 STOCK, OURS = "mlx_lm.server", "specdec-mlx server"
 MODULES = {STOCK: "mlx_lm", OURS: "specdec_mlx"}
@@ -281,7 +281,7 @@ def time_library(
     import mlx_lm
 
     from specdec_mlx.generation import stream_generate
-    from specdec_mlx.lab.bench.prompts import encode_chat
+    from specdec_mlx.lab.prompts import encode_chat
 
     loaded, tokenizer = mlx_lm.load(model)[:2]
     calls: list[Callable[[list[int]], Any]] = [

@@ -26,7 +26,6 @@ from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.lab.bench.prompts import Task, encode_chat, read_prompts
 from specdec_mlx.lab.bench.record import or_dash
 from specdec_mlx.lab.bench.summary import ALL, Result, summarise
 from specdec_mlx.lab.bench.timing import (
@@ -39,6 +38,7 @@ from specdec_mlx.lab.bench.timing import (
     run_interleaved,
     time_generation,
 )
+from specdec_mlx.lab.prompts import Task, encode_chat, read_prompts
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.models.loading import load_model

@@ -6,20 +6,18 @@ fixed seeds: the whole path, in MLX.
 
 from __future__ import annotations
 
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.lab.proof.chi_square import ChiSquare
+from specdec_mlx.lab.proof.subject import Remembered, Subject, probabilities
 from specdec_mlx.loop import SHORT
 from specdec_mlx.rules import make_rule
 
@@ -49,15 +47,11 @@ def tiny_llama(seed: int) -> nn.Module:
 @cache
 def joint_law(sampling: sd.Sampling) -> np.ndarray:
     """Exact law [V, V, V] of the target's first three tokens."""
-    joint, model = np.ones(()), tiny_llama(TARGET)
+    memory, joint = Remembered(tiny_llama(TARGET), PROMPT), np.ones(())
     for length in range(LENGTH):
-        texts = np.array([[*PROMPT, *text] for text in np.ndindex((V,) * length)])
-        caches = make_prompt_cache(model)
-        for tokens in mx.array(texts).T:
-            logits = model(tokens[:, None], cache=caches)[:, -1]
-        laws = np.exp(np.array(sampling.log_distribution(logits), np.float64))
-        laws /= laws.sum(-1, keepdims=True)
-        joint = joint[..., None] * laws.reshape((V,) * (length + 1))
+        logits = [memory.after([*PROMPT, *text]) for text in np.ndindex((V,) * length)]
+        laws = [probabilities(sampling.log_distribution(row)) for row in logits]
+        joint = joint[..., None] * np.reshape(laws, (V,) * (length + 1))
     return joint
 
 
@@ -88,13 +82,12 @@ def generate(
     Of longer texts: those of a few tokens are drafted from the certain one on.
     "auto" is what it is for callers without a seed.
     """
-    rule, count = make_rule(rule), Count(np.zeros((V,) * LENGTH))
-    options: dict[str, Any] = {"sampler": sampling, "rule": rule, "num_draft_tokens": NUM_DRAFT}
-    options |= {"max_tokens": SHORT + 1, "logits_processors": [the_prompts_last]}
+    subject = Subject(model, drafter, sampling, make_rule(rule), [], V, NUM_DRAFT)
+    options: dict[str, Any] = {"sampler": sampling, "logits_processors": [the_prompts_last]}
+    count = Count(np.zeros((V,) * LENGTH))
     for seed in range(runs):
-        tokens = sd.speculate(model, PROMPT[:-1], drafter, seed=seed, **options)
-        with closing(tokens):
-            items = list(islice(tokens, 1 + LENGTH))
+        text = replace(subject, seed=seed)
+        items = text.text(PROMPT[:-1], 1 + LENGTH, room=SHORT - LENGTH, **options)
         assert items[0].token == PROMPT[-1]
         count.texts[tuple(item.token for item in items[1:])] += 1
         count.accepted += items[-1].stats.accepted

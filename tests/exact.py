@@ -1,17 +1,17 @@
-"""Exact distributions of rounds: what the tests add to `specdec_mlx.lab.proof.enumeration`.
+"""Exact distributions of rounds: what the tests add to `specdec_mlx.lab.proof.law`.
 
-Several rounds in a row, match and its coupled form, drafts made in several ways; and named wrong
-rules, each of which the same tests have to reject.
+Match and its coupled form, drafts made in several ways; and named wrong rules, each of which the
+same enumeration has to reject.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise, product
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,14 +19,16 @@ import numpy as np
 
 from specdec_mlx.contracts import Agreement, Draft, DraftContext, Drafter, DraftSession, Verdict
 from specdec_mlx.lab.papers.lossy import Lenient
-from specdec_mlx.lab.proof.enumeration import NUM_STATES as NUM_STATES
-from specdec_mlx.lab.proof.enumeration import Source as Source
-from specdec_mlx.lab.proof.enumeration import Tokens
-from specdec_mlx.lab.proof.enumeration import continued as continued
-from specdec_mlx.lab.proof.enumeration import state_after as state_after
-from specdec_mlx.lab.proof.one_step import ends
+from specdec_mlx.lab.proof.law import NUM_STATES as NUM_STATES
+from specdec_mlx.lab.proof.law import ByRule as ByRule
+from specdec_mlx.lab.proof.law import Drawn as Drawn
+from specdec_mlx.lab.proof.law import Outcomes, Tokens
+from specdec_mlx.lab.proof.law import Rounds as Rounds
+from specdec_mlx.lab.proof.law import Source as Source
+from specdec_mlx.lab.proof.law import continued as continued
+from specdec_mlx.lab.proof.law import state_after as state_after
+from specdec_mlx.lab.proof.law import up_to as up_to
 from specdec_mlx.lab.proof.rule import to_mlx as to_mlx
-from specdec_mlx.lab.proof.subject import total_variation
 from specdec_mlx.rules import (
     Block,
     CoinRule,
@@ -39,9 +41,6 @@ from specdec_mlx.rules import (
     residual,
 )
 from specdec_mlx.token_ids import to_ids
-
-# chance of each (tokens emitted [n + 1], n) of a round
-Outcomes = dict[tuple[Tokens, int], float]
 
 COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
 """The lossless rules that decide by coins."""
@@ -66,52 +65,6 @@ class Drafting(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ByRule:
-    """Outcomes of a round under a rule by coins, which computes with what `to` gives it."""
-
-    rule: CoinRule
-    to: Callable[[Any], Any] = field(default=np.asarray, repr=False)
-
-    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
-        """Chances of all outcomes of a draft [K] with declared probs [K, V]; target [K+1, V]."""
-        return {
-            ((*tokens[:n], token), n): weight * chance
-            for n, weight, after in ends(self.rule, target_probs, tokens, probs, self.to)
-            for token, chance in enumerate(after.tolist())
-        }
-
-
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """Tokens drawn from a source."""
-
-    source: Source
-    go_on: Callable[[int, int], bool]
-    declared: Source | None = None
-    dropped_below: float = 0.0
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        """Every path that has a chance."""
-        yield from self._longer(state, (), 1.0, np.zeros((0, self.source.vocab_size)))
-
-    def _longer(
-        self, state: int, tokens: Tokens, weight: float, rows: np.ndarray
-    ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        at = state_after(state, tokens)
-        if not self.go_on(at, len(tokens)):
-            yield weight, tokens, rows
-            return
-        probs = self.source.probs[at]
-        declared = np.stack([*rows, (self.declared or self.source).probs[at]])
-        for token in np.flatnonzero(probs).tolist():
-            chance = weight * probs[token]
-            if probs[token] < self.dropped_below:
-                yield chance, tokens, rows
-            else:
-                yield from self._longer(state, (*tokens, token), chance, declared)
-
-
 @dataclass(frozen=True, eq=False)
 class Copied:
     """A point mass: in each state the draft is a given one, [<= K] tokens."""
@@ -125,65 +78,15 @@ class Copied:
         yield 1.0, tokens, point_mass(np.array(tokens, int), np.zeros((1, self.vocab_size)))
 
 
-def up_to(length: int) -> Callable[[int, int], bool]:
-    """Always `length` tokens."""
-    return lambda state, drafted: drafted < length
-
-
 class Deciding(Protocol):
-    """What one draft comes to."""
+    """What one draft comes to; parents: how its tokens hang, None for a chain."""
+
+    @property
+    def parents(self) -> Sequence[int] | None: ...
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
         """Of a draft [k] with declared probs [k, V]; target [k+1, V]."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class Rounds:
-    """Rounds of drafting and deciding, one after the other."""
-
-    target: Source
-    drafting: Drafting
-    deciding: Deciding
-    _known: dict[int, Outcomes] = field(init=False, default_factory=dict)
-
-    def outcomes_from(self, state: int) -> Outcomes:
-        """Outcomes of one round that begins in a state."""
-        if state not in self._known:
-            total: Outcomes = defaultdict(float)
-            for weight, tokens, probs in self.drafting.drafts(state):
-                rows = self.rows(state, tokens)
-                for outcome, chance in self.deciding.outcomes(rows, tokens, probs).items():
-                    total[outcome] += weight * chance
-            self._known[state] = {outcome: chance for outcome, chance in total.items() if chance}
-        return self._known[state]
-
-    def rows(self, state: int, tokens: Tokens) -> np.ndarray:
-        """The target's distributions at each row of a draft, [k+1, V]."""
-        return self.target.along(state, tokens)
-
-    def expected_accepted(self, state: int = 0) -> float:
-        """Draft tokens kept in a round, on average."""
-        return sum(n * chance for (_, n), chance in self.outcomes_from(state).items())
-
-    def joint(self, num_rounds: int, length: int) -> np.ndarray:
-        """Distribution [V, ..., V] of the first `length` tokens that so many rounds begin."""
-        begun: dict[Tokens, float] = {(): 1.0}
-        for _ in range(num_rounds):
-            longer: dict[Tokens, float] = defaultdict(float)
-            for tokens, weight in begun.items():
-                if len(tokens) >= length:
-                    longer[tokens] += weight
-                    continue
-                for (emitted, _), chance in self.outcomes_from(state_after(0, tokens)).items():
-                    longer[(tokens + emitted)[:length]] += weight * chance
-            begun = longer
-        return continued(self.target, begun, length)
-
-    def total_variation(self, num_rounds: int, length: int) -> float:
-        """Distance of `joint` from the target's own distribution."""
-        own = continued(self.target, {(): 1.0}, length)
-        return total_variation(self.joint(num_rounds, length), own)
 
 
 def rolled(probs: list[float]) -> Source:
@@ -203,6 +106,8 @@ def by_state(lengths: list[int]) -> Callable[[int, int], bool]:
 class ByMatch:
     """The target draws a token at each position on its own."""
 
+    parents: ClassVar[None] = None
+
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, laws: np.ndarray) -> Outcomes:
         return matched(target_probs, tokens)
 
@@ -210,6 +115,8 @@ class ByMatch:
 @dataclass(frozen=True)
 class ByCoupling:
     """The target draws a token at each position from the noise that the draft's was drawn from."""
+
+    parents: ClassVar[None] = None
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, laws: np.ndarray) -> Outcomes:
         own = [
@@ -221,13 +128,12 @@ class ByCoupling:
 
 def matched(own_laws: np.ndarray, tokens: Tokens) -> Outcomes:
     """What `match` makes of a draft over all that the target may draw; own_laws [K+1, V]."""
-    result: Outcomes = defaultdict(float)
-    for own in product(range(own_laws.shape[-1]), repeat=len(tokens) + 1):
-        outcome = Agreement.outcome({"target_tokens": list(own)}, tokens)
-        result[tuple(outcome.tokens), outcome.num_accepted] += np.prod(
-            own_laws[range(len(own)), own]
-        )
-    return result
+    vocab_size = own_laws.shape[-1]
+    result: dict[Tokens, np.ndarray] = defaultdict(lambda: np.zeros(vocab_size))
+    for own in product(range(vocab_size), repeat=len(tokens) + 1):
+        *kept, after = Agreement.outcome({"target_tokens": list(own)}, tokens).tokens
+        result[tuple(kept)][after] += np.prod(own_laws[range(len(own)), own])
+    return iter(result.items())
 
 
 def coupled_joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -6,15 +6,14 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
 
-from exact import Outcomes, Rounds, Source
+from exact import ByRule, Rounds, Source
 from k_sequential import KSequential
 from specdec_mlx.contracts import ROOT
-from specdec_mlx.lab.proof.enumeration import Tokens
+from specdec_mlx.lab.proof.law import Outcomes, Tokens
 from specdec_mlx.rules import acceptance_probability, capped_ratio, point_mass, residual
 from specdec_mlx.trees.rules import MultiRound, Traversal, TreeCoinRule, remaining_laws
 from specdec_mlx.trees.shape import children_of, path_to
@@ -89,33 +88,6 @@ def _without(law: np.ndarray, seen: list[int]) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class ByTreeRule:
-    """Coins, as many heads and tails as there can be, and then a token."""
-
-    rule: TreeCoinRule
-    parents: Shape
-
-    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
-        """Coins are independent; where the kept tokens end follows from them."""
-        heads, after = self.rule.judge(target_probs, np.array(tokens), probs, self.parents)
-        coins, ends = self._ends
-        weights = np.prod(np.where(coins, heads, 1 - heads), axis=1)
-        result: Outcomes = defaultdict(float)
-        for row, weight in enumerate(np.bincount(ends, weights, len(tokens) + 1)):
-            kept = [tokens[i] for i in path_to(row - 1, self.parents)]
-            for token, chance in enumerate(after[row]):
-                result[(*kept, token), len(kept)] += weight * chance
-        return result
-
-    @functools.cached_property
-    def _ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """All ways that the coins may fall, and the row where the kept tokens end."""
-        coins = list(product([False, True], repeat=len(self.parents)))
-        kept = [self.rule.kept(heads, self.parents) for heads in coins]
-        return np.array(coins), np.array([path[-1] + 1 if path else 0 for path in kept])
-
-
-@dataclass(frozen=True, eq=False)
 class ByOwnTokens:
     """Match: all that the target may draw on its way through the tree."""
 
@@ -123,7 +95,7 @@ class ByOwnTokens:
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
         """A row at a time: the way ends at the first draw that no child carries."""
-        result: Outcomes = defaultdict(float)
+        result: dict[Tokens, np.ndarray] = defaultdict(lambda: np.zeros(target_probs.shape[-1]))
         children = children_of(self.parents)
 
         def go_on(row: int, emitted: Tokens, weight: float) -> None:
@@ -132,27 +104,16 @@ class ByOwnTokens:
                 if carrying:
                     go_on(carrying[0] + 1, (*emitted, own), weight * chance)
                 else:
-                    result[(*emitted, own), len(emitted)] += weight * chance
+                    result[emitted][own] += weight * chance
 
         go_on(0, (), 1.0)
-        return result
+        return iter(result.items())
 
 
-@dataclass(frozen=True, eq=False)
-class TreeRounds(Rounds):
-    """Rounds of drafting a tree and deciding."""
-
-    parents: Shape
-
-    def rows(self, state: int, tokens: Tokens) -> np.ndarray:
-        paths = [_on_path(tokens, row - 1, self.parents) for row in range(len(self.parents) + 1)]
-        return np.stack([self.target.after(state, path) for path in paths])
-
-
-def rounds(target: Source, drawn: Any, rule: TreeCoinRule | None) -> TreeRounds:
+def rounds(target: Source, drawn: Any, rule: TreeCoinRule | None) -> Rounds:
     """Rounds under a rule by coins, or under match."""
-    deciding = ByOwnTokens(drawn.parents) if rule is None else ByTreeRule(rule, drawn.parents)
-    return TreeRounds(target, drawn, deciding, parents=drawn.parents)
+    parents = drawn.parents
+    return Rounds(target, drawn, ByRule(rule, parents) if rule else ByOwnTokens(parents))
 
 
 def depth(parents: Shape) -> int:

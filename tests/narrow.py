@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 import tiny
-from specdec_mlx.lab.bench.prompts import Task
+from specdec_mlx.lab.prompts import Task
 
 NUM_TOKENS = 4  # ids that it writes; so few that look-ups find matches, right and wrong ones
 VOCAB = 128

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from specdec_mlx.files import json_lines, read_text, replacing, text_lines
-from specdec_mlx.lab.bench.prompts import read_prompts
 from specdec_mlx.lab.bench.record import read_sessions
+from specdec_mlx.lab.prompts import read_prompts
 from specdec_mlx.lab.training import texts
 from specdec_mlx.mlx_lm_plugin.flags import grammar_of
 

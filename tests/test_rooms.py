@@ -57,7 +57,7 @@ TOKENS = {
     "core": 28_900,
     "library": 125_000,
     "lab": 73_000,
-    "server": 44_600,
+    "server": 44_700,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
@@ -114,6 +114,7 @@ WRONG_IMPORTS = [
     ("loop", "draft_length.drafting", "drafters.model"),
     ("loop", "caches", "rules"),
     ("loop", "draft_length.value", "drafters.model"),
+    ("proof", "lab.proof.texts", "lab.bench.timing"),
     ("views", "views.html", "loop"),
     ("views", "stats.account", "caches"),
 ]

@@ -17,14 +17,15 @@ from mlx_lm.models.cache import make_prompt_cache
 import scripted
 import specdec_mlx as sd
 from benchmarks.host_time import Table
-from exact_trees import TREE_RULES, ByOwnTokens, ByTreeRule, TreeDrawn, TreeRounds
+from exact import ByRule, Rounds
+from exact_trees import TREE_RULES, ByOwnTokens, TreeDrawn
 from scripted import PROMPT, OracleTrees, ScriptedDrafter, plain, target
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import ROOT, Draft
 from specdec_mlx.lab import load_pair
-from specdec_mlx.lab.proof.enumeration import sources
+from specdec_mlx.lab.proof.law import sources
 from specdec_mlx.loop import SHORT, Token
 from specdec_mlx.options import Options
 from specdec_mlx.rules import Block
@@ -134,7 +135,7 @@ class CutAtEnd:
         nodes: Any = cut.evidence
         rows = target_probs[[0, *(node + 1 for node in nodes)]]
         parents: Any = cut.parents
-        way = ByTreeRule(self.rule, tuple(parents)) if self.rule else ByOwnTokens(tuple(parents))
+        way = ByRule(self.rule, tuple(parents)) if self.rule else ByOwnTokens(tuple(parents))
         return way.outcomes(rows, tuple(cut.tokens), probs[list(nodes)])
 
 
@@ -147,7 +148,7 @@ def test_what_follows_an_end_token_may_be_left_out_of_drawn_trees(name: str, rep
     for parents, end in (((-1, 0, -1, 2, 2), 1), ((-1, 0, 0, 1), 0)):
         drawn = TreeDrawn(draft, parents, replace=replace)
         way: Any = CutAtEnd(rule, parents, end)
-        rounds = TreeRounds(target_source, drawn, way, parents=parents)
+        rounds = Rounds(target_source, drawn, way)
         assert rounds.total_variation(1, 4) < EXACT
 
 

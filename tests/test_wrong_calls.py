@@ -30,7 +30,7 @@ from specdec_mlx import lab
 from specdec_mlx.arguments import installed, load, parse_options
 from specdec_mlx.draft_length.value import Fixed
 from specdec_mlx.drafters.choosing.choice import resolve
-from specdec_mlx.drafters.choosing.registry import GROUP, drafter_names, first_of, make_drafter
+from specdec_mlx.drafters.choosing.registry import GROUP, drafter_names, make_drafter
 from specdec_mlx.lab.beams.generation import BeamSearchResponse
 from specdec_mlx.lab.bench.timing import Settings
 
@@ -96,9 +96,8 @@ CACHES = "expected a list of caches.*make_prompt_cache"
 
 ARGUMENTS: list[Case] = [
     ({"drafter": sd.NGramDrafter}, r"drafter=NGramDrafter: .*Drafter\(\)"),
-    ({"drafter": [sd.NGramDrafter()]}, r"FirstOf\(\*drafters\)"),
-    ({"drafter": nn.Linear(2, 2)}, r"as draft_model="),
-    ({"draft_model": (nn.Linear(2, 2), None)}, r"draft_model=model"),
+    ({"drafter": (sd.NGramDrafter(),)}, r"several drafters are a list"),
+    ({"draft_model": (nn.Linear(2, 2), None)}, r"of mlx_lm.load\(...\) the first"),
     ({"drafter": "prompt-lookup:max_ngrams=4", "draft_model": None}, r"Did you mean max_ngram\?"),
     ({"seed": "a"}, f"seed='a': {AN_INT}"),
     ({"max_tokens": 2.5}, rf"max_tokens=2\.5: {AN_INT}"),
@@ -136,12 +135,16 @@ FIRST_CALL: list[Case] = [
 """What shows with the first token."""
 
 OF_GENERATE: list[Case] = [
+    ({"drafter": [sd.NGramDrafter(), 5]}, r"drafter=5: expected an object with begin"),
+    ({"drafter": "n-gram"}, r"Unknown drafter 'n-gram'.*Did you mean ngram\?.*OWNER/NAME"),
+    ({"drafter": "/no/such/folder"}, r"There is no folder"),
+    ({"draft_model": sd.NGramDrafter()}, r"A drafter is given as drafter="),
+    ({"draft_model": "org/small"}, r"expected a loaded model.*give drafter='org/small'"),
     ({"sampler": 0.7}, r"give temp=0\.7"),
     ({"sampler": sd.Sampling(0.7), "temp": 0.7}, r"temp= or sampler=, not both"),
     ({"sampler": sd.Sampling(0.7), "top_k": 4}, r"top_k= or sampler=, not both"),
     ({"top_p": 2}, r"top_p=2.*\[0, 1\]"),
     ({"temp": -1.0}, r"temp=-1\.0.*>= 0"),
-    ({"draft_model": "/no/such/folder"}, r"There is no folder"),
     ({"drafter": object()}, r"begin\(prompt, context\)"),
     ({"max_tokens": 0}, r"max_tokens=0"),
     ({"rule": "lenient:leniency=1"}, r"mean lenience\?"),
@@ -387,27 +390,31 @@ def test_a_draft_model_may_be_named_by_its_folder() -> None:
     folder = lab.draft_path()
     of_the_lab: Any = target, tokenizer, tokenizer.encode("def f(x):"), folder
     for model, own, prompt, name in (of_the_lab, (*pair(), PROMPT, str(folder))):
-        text = sd.generate(model, own, prompt, draft_model=name, **options)
+        text = sd.generate(model, own, prompt, drafter=name, **options)
         assert text == sd.generate(model, own, prompt, **options)
         assert text.stats.drafted > 0
 
 
-def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
-    """As on the command line: the model is asked where the drafter has nothing.
+def test_drafters_of_a_list_and_a_draft_model_compete() -> None:
+    """As on the command line: whichever of them has the better draft.
 
     None among several counts for nothing; one alone is itself; of none there is None.
     """
-    model = pair()[0]
-    for name, kind, look_up in (
-        ("auto", sd.BestOf, sd.SuffixDrafter),  # of the default the better draft is taken
-        ("prompt-lookup", sd.drafters.FirstOf, sd.PromptLookupDrafter),
+    model, folder = pair()[0], str(lab.draft_path())
+    for given, kinds in (
+        (("auto", model), [sd.SuffixDrafter, sd.ModelDrafter]),
+        (("prompt-lookup", model), [sd.PromptLookupDrafter, sd.ModelDrafter]),
+        ((["ngram", folder],), [sd.NGramDrafter, sd.ModelDrafter]),
+        (([sd.NGramDrafter(), "none", None, model],), [sd.NGramDrafter, sd.ModelDrafter]),
     ):
-        both: Any = resolve(name, model)
-        assert type(both) is kind
-        assert [type(part) for part in both.drafters] == [look_up, sd.ModelDrafter]
-    assert isinstance(resolve(None, model), sd.ModelDrafter)
-    assert first_of([]) is first_of([None]) is None
+        both: Any = resolve(*given)
+        assert type(both) is sd.BestOf
+        assert [type(part) for part in both.drafters] == kinds
+    for alone in ((None, model), (model,), ([model],), (folder,), (["none", Path(folder)],)):
+        assert isinstance(resolve(*alone), sd.ModelDrafter)
+    assert resolve([]) is resolve("none") is resolve(None) is None
     assert generated(drafter="prompt-lookup", draft_model=model) == generated()
+    assert generated(drafter=["ngram", sd.SuffixDrafter(), folder]) == generated()
 
 
 def test_rooms_bring_by_star_what_the_page_lists_of_them() -> None:
@@ -428,7 +435,7 @@ def test_errors_name_a_model_and_do_not_print_it() -> None:
     for call in (
         lambda: lab.Cascade(sd.PromptLookupDrafter(), then=held),
         lambda: generated(rule=model),
-        lambda: generated(drafter=model),
+        lambda: generated(drafter=(model,)),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words are checked below)
             call()

@@ -157,7 +157,6 @@ class Specdec(llm.Model):
             tokenizer.apply_chat_template(chat(prompt), add_generation_prompt=True, **template),
             options.max_tokens,
             drafter=drafter_of(options),
-            draft_model=options.draft_model,
             sampler=sampling,
             seed=options.seed,
         ):
@@ -176,13 +175,14 @@ class Specdec(llm.Model):
 
 
 def drafter_of(options: Any) -> Any:
-    """The drafter that the options name; it reads a memory's file once in a process, and the file
-    is written each minute and at the end."""
+    """The drafter and the draft model that the options name; a memory's file is read once in a
+    process, and is written each minute and at the end."""
     import specdec_mlx as sd
 
-    if options.memory is None:
-        return options.drafter
-    return sd.drafters.make_drafter(options.drafter, memory=options.memory)
+    drafter = options.drafter
+    if options.memory is not None:
+        drafter = sd.drafters.make_drafter(drafter, memory=options.memory)
+    return [drafter, options.draft_model]
 
 
 def chat(prompt: llm.Prompt) -> list[dict[str, str]]:

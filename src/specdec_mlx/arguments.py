@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, get_args
 
-from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.errors import MissingPackageError, UnknownNameError
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ def shown(value: object) -> str:
     name = getattr(value, "__name__", None)
     if isinstance(name, str):
         return name
-    is_plain = isinstance(value, Sequence) or hasattr(value, "tolist") or "\n" not in repr(value)
+    is_plain = isinstance(value, str) or hasattr(value, "tolist") or "\n" not in repr(value)
     return " ".join(reprlib.repr(value).split()) if is_plain else type(value).__name__
 
 
@@ -137,6 +137,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     near = near or [one for one in known if len(one) > 3 and name.startswith(one)][:1]
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def unknown(what: str, name: str, known: Sequence[str], more: str = "") -> UnknownNameError:
+    """The error for a name that is none of those that are known; more: another next step."""
+    near = did_you_mean(name, known)
+    return UnknownNameError(f"Unknown {what} {name!r}. Known: {', '.join(known)}.{near}{more}")
+
+
+def is_place(text: str) -> bool:
+    """True if a text may be the folder or the Hugging Face repository of a model."""
+    return "/" in text or Path(text).exists()
+
+
+PLACES = " The folder or the repository (OWNER/NAME) of a model or a head drafts as well."
 
 
 def check_names(
@@ -234,12 +248,15 @@ def registered_names(group: str, *own: str) -> list[str]:
     return list(dict.fromkeys([*own, *sorted(entry_points(group=group).names)]))
 
 
-def known(what: str, names: Sequence[str]) -> Callable[[str], str]:
-    """The `type` of a flag that takes NAME or NAME:key=value,... with one of these names."""
+def known(what: str, names: Sequence[str], more: str = "") -> Callable[[str], str]:
+    """The `type` of a flag that takes NAME or NAME:key=value,... with one of these names.
+
+    more: `PLACES` for a flag that takes the place of a model as well, which the error then says.
+    """
 
     def parse(spec: str) -> None:
-        if (name := name_in(spec)) not in names:
-            raise ValueError(f"Unknown {what} {name!r}. Known: {', '.join(names)}.")
+        if (name := name_in(spec)) not in names and not (more and is_place(spec)):
+            raise unknown(what, name, names, more)
 
     return checked(parse)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from itertools import count, islice, repeat
-from pathlib import Path
 from typing import Any, Unpack
 
 import mlx.core as mx
@@ -15,12 +14,10 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchResponse, BatchStats, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.arguments import check_names, whole, wrong
+from specdec_mlx.arguments import DEFAULT_DRAFTER, check_names, whole, wrong
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
-from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.choosing.choice import resolve
-from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.generation import Prompt, SpeculativeResponse, TextUnderWay, encode, loaded, speeds
 from specdec_mlx.loop import Token
 from specdec_mlx.options import BatchArguments, Options, max_tokens_of
@@ -57,8 +54,8 @@ def batch_stream_generate(
     tokenizer: Any,
     prompts: Iterable[Prompt],
     max_tokens: int | Sequence[int] = 128,
-    drafter: Drafter | str | None = DEFAULT_DRAFTER,
-    draft_model: nn.Module | Drafter | str | Path | None = None,
+    drafter: AnyDrafter = DEFAULT_DRAFTER,
+    draft_model: nn.Module | str | None = None,
     num_samples: int = 1,
     seed: int | Sequence[int | None] | None = None,
     prompt_caches: Sequence[list[Any]] | None = None,
@@ -74,7 +71,7 @@ def batch_stream_generate(
         prompts: each is text, token ids or chat messages. An iterator is asked for the next one
             when there is a place for it.
         max_tokens: most tokens of each text, -1 for no limit; one number, or one for each prompt.
-        drafter: a drafter or its name with options; every text has a session of its own.
+        drafter: as in `stream_generate`; every text has a session of its own.
         draft_model: as in `stream_generate`.
         num_samples: texts of each prompt, which is read once for all of them.
         seed: one for each text, or a number to which the text's place is added, prompt by prompt.
@@ -147,8 +144,8 @@ def _end_at(
 class BatchGenerateArguments(BatchArguments, total=False):
     """The keyword arguments of `batch_generate`."""
 
-    drafter: Drafter | str | None
-    draft_model: nn.Module | Drafter | str | Path | None
+    drafter: AnyDrafter
+    draft_model: nn.Module | str | None
     num_samples: int
     seed: int | Sequence[int | None] | None
     completion_batch_size: int
@@ -267,7 +264,8 @@ def _respond(
             for request in samples:
                 uid = batch.insert(request)
                 start = tokenizer.detokenizer, len(request.prompt), drafter
-                strings = StopStrings(batch.options.stop)
+                stop = batch.options.stop
+                strings = StopStrings(stop) if stop else None
                 texts[uid] = TextUnderWay(*start, strings)
 
     let_in()

@@ -767,12 +767,10 @@ def check_is_drafter(drafter: object) -> None:
         return
     if isinstance(drafter, type):
         instead = f"give {shown(drafter)}()"
-    elif isinstance(drafter, list | tuple):
-        instead = (
-            "of mlx_lm.load give draft_model=model; specdec_mlx.drafters.FirstOf(*drafters) is one"
-        )
+    elif isinstance(drafter, tuple):
+        instead = "of mlx_lm.load(...) give the model alone; several drafters are a list"
     else:
-        instead = "give a drafter, the name of one, or a mlx-lm model as draft_model="
+        instead = "`generate` also takes a name, a loaded model, the folder of a model, or a list"
     raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")
 
 

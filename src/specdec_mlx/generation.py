@@ -14,10 +14,9 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.arguments import check_names, wrong
-from specdec_mlx.contracts import Drafter, Origin, models_of
-from specdec_mlx.drafters.choosing.choice import resolve
-from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.arguments import DEFAULT_DRAFTER, check_names, wrong
+from specdec_mlx.contracts import Origin, models_of
+from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.guided import with_forced
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import Token as Token
@@ -89,7 +88,7 @@ class TextUnderWay:
     detokenizer: Any
     num_prompt: int
     drafter: str
-    strings: StopStrings
+    strings: StopStrings | None
     num_tokens: int = 0
     started: float = 0.0
 
@@ -106,11 +105,13 @@ class TextUnderWay:
             self.detokenizer.add_token(token.token)
         if finish_reason is not None:
             self.detokenizer.finalize()
-        shown = self.strings.add(self.detokenizer.last_segment)
-        if self.strings.found is not None:
-            finish_reason = "stop"
-        elif finish_reason is not None:
-            shown += self.strings.finish()
+        shown = self.detokenizer.last_segment
+        if self.strings is not None:
+            shown = self.strings.add(shown)
+            if self.strings.found is not None:
+                finish_reason = "stop"
+            elif finish_reason is not None:
+                shown += self.strings.finish()
         seconds = time.perf_counter() - self.started
         return SpeculativeResponse(
             text=shown,
@@ -191,8 +192,8 @@ class GenerateArguments(TextArguments, total=False):
     """The keyword arguments of `generate`."""
 
     max_tokens: int
-    draft_model: nn.Module | Drafter | str | Path | None
-    drafter: Drafter | str | None
+    draft_model: nn.Module | str | None
+    drafter: AnyDrafter
 
 
 def stream_generate(
@@ -200,8 +201,8 @@ def stream_generate(
     tokenizer: Any,
     prompt: Prompt,
     max_tokens: int = 256,
-    draft_model: nn.Module | Drafter | str | Path | None = None,
-    drafter: Drafter | str | None = DEFAULT_DRAFTER,
+    draft_model: nn.Module | str | None = None,
+    drafter: AnyDrafter = DEFAULT_DRAFTER,
     **options: Unpack[TextArguments],
 ) -> Generator[SpeculativeResponse, None, None]:
     """Stream the same text as `mlx_lm.stream_generate`, sooner.
@@ -211,11 +212,11 @@ def stream_generate(
         tokenizer: its tokenizer, as `mlx_lm.load` gives it.
         prompt: text; token ids; or chat messages, which go through the chat template.
         max_tokens: tokens to generate, -1 for no limit.
-        draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one with any, or of a trained head; "auto" for one here that fits. It competes with
-            look-up; a drafter that is named is asked first.
-        drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
-            decoding.
+        draft_model: a loaded small model, as in mlx-lm, which competes with the drafter for each
+            draft; "auto" for a model or a head on this machine that fits.
+        drafter: a drafter; the name of one with options ("ngram:max_order=3"); the folder or
+            Hugging Face repository of a model or a trained head, which is loaded for this call; or
+            a list of these, which compete. None for plain decoding.
         options: the fields of `Options`, by name.
 
     Yields:
@@ -225,7 +226,7 @@ def stream_generate(
         UnknownNameError: no drafter, rule or policy has this name.
         TokenizerMismatchError: the draft model's tokenizer, or the target's, does not give back
             text.
-        ModelFolderError: there is no draft model of this name.
+        ModelFolderError, HeadError: there is no such model, or the head does not fit the target.
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
     """
@@ -236,7 +237,8 @@ def stream_generate(
         tokenizer=loaded(model, tokenizer),
     )
     chosen = resolve(drafter, draft_model, model, how.tokenizer)
-    chosen = with_forced(chosen, processors_of(how.logits_processors or ()))
+    if how.logits_processors:
+        chosen = with_forced(chosen, processors_of(how.logits_processors))
     prompt_tokens = encode(how.tokenizer, prompt)
     tokens = speculate(model, prompt_tokens, chosen, options=replace(how, stop=()))
     num_prompt = len(prompt_tokens)
@@ -245,7 +247,8 @@ def stream_generate(
     name = drafter if isinstance(drafter, str) else ""
     if not name and chosen is not None:
         name = type(chosen).__name__
-    text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, StopStrings(how.stop))
+    strings = StopStrings(how.stop) if how.stop else None
+    text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, strings)
     models = [model, *models_of(chosen)]
     return respond(tokens, text, models, how.max_tokens, how.tokenizer.eos_token_ids, how.stream)
 

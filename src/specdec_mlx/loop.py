@@ -193,10 +193,14 @@ class Generation:
         four = parts.target, parts.sequence, parts.drafting, parts.stats
         return cls(*four, options.stream, callers_cache, reading)
 
-    def run(self, context: DraftContext) -> Generator[Token, None, None]:
-        """The algorithm (Leviathan et al. 2023, Algorithm 1, round by round)."""
+    def run(self, context: DraftContext | None = None) -> Generator[Token, None, None]:
+        """The algorithm (Leviathan et al. 2023, Algorithm 1, round by round).
+
+        context: for the drafter; None where it has begun.
+        """
         try:
-            self.drafting.begin(context)
+            if context is not None:
+                self.drafting.begin(context)
             self.prefill()
             current = self.verify(self.propose() if self.may_draft else NO_DRAFT)
             emits_first = self.emits_first_token_at_once

@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from specdec_mlx.arguments import RULE_GROUP, installed, load, make_with, split_spec, wrong
+from specdec_mlx.arguments import RULE_GROUP, installed, load, make_with, split_spec, unknown, wrong
 from specdec_mlx.contracts import (
     AcceptanceRule,
     Agreement,
@@ -32,7 +32,6 @@ from specdec_mlx.contracts import (
     TargetRows,
     Verdict,
 )
-from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.token_ids import to_ids
 
 __all__ = [
@@ -359,7 +358,7 @@ def make_rule(choice: str | AcceptanceRule, *, is_seeded: bool = False) -> Accep
     if isinstance(choice, str):
         name, options = split_spec("coupled" if is_seeded and choice == "auto" else choice)
         if name not in RULES and name not in _installed():
-            raise UnknownNameError(f"Unknown rule {name!r}. Known: {', '.join(rule_names())}.")
+            raise unknown("rule", name, rule_names())
         kind = RULES.get(name) or load(_installed()[name], "rule")
         rule = make_with("rule", name, kind, options)
     if isinstance(rule, AcceptanceRule) and not isinstance(rule, type):

@@ -28,9 +28,9 @@ from specdec_mlx.draft_length.costs import WIDTHS, Curve
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
 from specdec_mlx.draft_length.value import LENGTHS
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
-from specdec_mlx.lab.bench.prompts import Task
 from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import Modelled
+from specdec_mlx.lab.prompts import Task
 from specdec_mlx.options import Options
 
 SLOPED = linear_cost(0.1)

@@ -13,11 +13,12 @@ import pytest
 
 import specdec_mlx as sd
 from serving import drafter_of
+from specdec_mlx import lab
 from specdec_mlx.cli.commands import main
 from specdec_mlx.contracts import DraftContext, Drafter
 from specdec_mlx.draft_length import drafting
 from specdec_mlx.draft_length.value import Auto
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.mlx_lm_plugin import flags
 from specdec_mlx.models.loading import load_model
@@ -25,7 +26,11 @@ from specdec_mlx.models.loading import load_model
 MEANINGS = [
     pytest.param([], "BestOf(SuffixDrafter, ModelDrafter)", id="it competes with look-up"),
     pytest.param(["auto"], "BestOf(SuffixDrafter, ModelDrafter)", id="the default, said"),
-    pytest.param(["ngram"], "FirstOf(NGramDrafter, ModelDrafter)", id="a named one is first"),
+    pytest.param(
+        ["ngram", "suffix"],
+        "BestOf(NGramDrafter, SuffixDrafter, ModelDrafter)",
+        id="and with all that are named",
+    ),
     pytest.param(["model"], "ModelDrafter", id="the model alone"),
     pytest.param(["none"], "ModelDrafter", id="no look-up"),
     pytest.param(["cascade"], "Cascade(ModelDrafter, SuffixDrafter)", id="as a part"),
@@ -122,11 +127,13 @@ def test_a_draft_model_means_the_same_to_the_server(
 def test_a_draft_model_means_the_same_in_python(
     drafters: list[str], meaning: str, folder: Path, seen: list[tuple[str, str]]
 ) -> None:
-    """As a folder or as a loaded model, in every call that drafts."""
+    """As a loaded model or as a folder among the drafters, in every call that drafts."""
     model, tokenizer = load_model(folder)
-    how: dict[str, Any] = {"drafter": drafters[0]} if drafters else {}
-    for draft_model in (str(folder), model):
-        given: Any = {"max_tokens": 4, "draft_model": draft_model, **how}
+    how: dict[str, Any] = {"drafter": drafters} if drafters else {}
+    named = {"drafter": [*(drafters or ["auto"]), str(folder)]}
+    of_model = meaning in ("ModelDrafter", "Cascade(ModelDrafter, SuffixDrafter)")
+    for way in ({"draft_model": model, **how}, *(() if of_model else (named,))):
+        given: Any = {"max_tokens": 4, **way}
         sd.generate(model, tokenizer, "ab ab", **given)
         list(sd.stream_generate(model, tokenizer, "ab ab", **given))
     sd.batch_generate(model, tokenizer, ["ab ab"], max_tokens=4, draft_model=model, **how)
@@ -148,7 +155,7 @@ def test_without_flags_the_check_proves_what_generate_runs(
 
 def test_drafters_that_are_compared_share_one_draft_model() -> None:
     """A name that stands for the model has it; where none does, it joins each of them."""
-    model = NamedModel(nn.Linear(2, 2))
+    model = DraftModel(nn.Linear(2, 2))
     apart = DrafterChoice(["suffix", "model"], model).each()
     assert [one.ordered for one in apart.values()] == [["suffix"], ["model"]]
     joined = DrafterChoice(["suffix", "ngram"], model).each()
@@ -158,17 +165,31 @@ def test_drafters_that_are_compared_share_one_draft_model() -> None:
     assert made.model is model.name
 
 
-def test_a_drafter_in_the_place_of_a_draft_model_is_one_like_any_other() -> None:
-    """It competes with the default, comes after a named one, and can be the model of a cascade."""
-    drafter, model = sd.NGramDrafter(), ModelDrafter(nn.Linear(2, 2))
-    for given, meaning in (
-        (("auto", drafter), "BestOf(SuffixDrafter, NGramDrafter)"),
-        (("suffix", "ngram"), "FirstOf(SuffixDrafter, NGramDrafter)"),
-        ((None, drafter), "NGramDrafter"),
-        (("cascade", model), "Cascade(ModelDrafter, SuffixDrafter)"),
-        (("model", model), "ModelDrafter"),
-    ):
-        choice = DrafterChoice([given[0]] if given[0] else [], NamedModel(given[1]))
-        made = choice.resolve()
-        assert made is not None
-        assert shape(made) == meaning
+def test_the_place_of_a_model_or_a_head_is_a_drafter_in_every_command(
+    folder: Path, seen: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """Alone, or in competition with others; what is neither a name nor a place is refused."""
+    own = commands(folder, tmp_path)
+    for name in ("generate", "bench"):
+        main([name, *own[name], "--drafter", str(folder)])
+        assert {found for found, _ in seen} == {"ModelDrafter"}
+        seen.clear()
+    main(["replay", *own["replay"], "--drafter", str(folder)])
+    assert {found for found, _ in seen} == {"ModelDrafter"}
+    head = [*own["generate"][2:], "--model", str(lab.target_path()), "--drafter", "ngram"]
+    seen.clear()
+    main(["generate", *head, "--drafter", str(lab.head_path("medusa"))])
+    assert {found for found, _ in seen} == {"BestOf(NGramDrafter, HeadDrafter)"}
+
+
+def test_a_server_drafts_with_the_place_of_a_model(folder: Path) -> None:
+    """Clients see the last part of the path, and cannot name another place."""
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    places = ["--drafter", str(folder), "--drafter", "ngram"]
+    target, _ = load_model(folder)
+    taken = flags.take_flags(parser.parse_args(places))
+    assert shape(drafter_of(taken, target)) == "BestOf(ModelDrafter, NGramDrafter)"
+    assert shape(drafter_of(taken, target, drafters=[folder.name])) == "ModelDrafter"
+    with pytest.raises(sd.errors.UnknownNameError):
+        drafter_of(taken, target, drafters=[str(folder)])

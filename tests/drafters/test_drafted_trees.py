@@ -14,8 +14,8 @@ import pytest
 
 import distribution
 import tiny
-from exact import Source
-from exact_trees import TREE_RULES, ByTreeRule
+from exact import ByRule, Source
+from exact_trees import TREE_RULES
 from heads import HEADS, mtp, random_head
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from selection import FULL, cases, in_one_test
@@ -34,7 +34,7 @@ from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.errors import HeadError
-from specdec_mlx.lab.proof.enumeration import continued, sources
+from specdec_mlx.lab.proof.law import continued, sources
 from specdec_mlx.models.anatomy import Taps
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
@@ -270,9 +270,11 @@ def law_of_a_round(rule: Any, limit: int, cut: Any = lambda draft: draft) -> tup
         paths = [path_to(row - 1, parents) for row in range(len(parents) + 1)]
         rows = np.stack([target.after(0, tuple(tokens[i] for i in path)) for path in paths])
         q = np.exp(np.array(draft.logprobs, np.float64))
-        decided = ByTreeRule(rule, parents).outcomes(rows, tuple(tokens), q / q.sum(-1)[:, None])
-        for (text, _), chance in decided.items():
-            seen[text] = seen.get(text, 0.0) + weight * chance
+        decided = ByRule(rule, parents).outcomes(rows, tuple(tokens), q / q.sum(-1)[:, None])
+        for kept, masses in decided:
+            for token, chance in enumerate(masses):
+                text = (*kept, token)
+                seen[text] = seen.get(text, 0.0) + weight * chance
     assert len(shapes) > 1
     got = continued(target, {text: c for text, c in seen.items() if c}, limit + 1)
     return got, continued(target, {(): 1.0}, limit + 1)

@@ -28,7 +28,7 @@ from specdec_mlx.drafters.choosing import candidates
 from specdec_mlx.drafters.choosing.candidates import known_repositories
 from specdec_mlx.drafters.choosing.choice import (
     DrafterChoice,
-    NamedModel,
+    DraftModel,
     choice_of,
     resolve,
 )
@@ -344,14 +344,13 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
         heads.reference("eagle3").target(),
         "model:branches=4,greedy=true,draft_temp=1,draft_bits=8",
     )
-    assert isinstance(resolve(None, folder, target), sd.drafters.HeadDrafter)
-    head = NamedModel(folder)
+    assert isinstance(resolve(folder, None, target), sd.drafters.HeadDrafter)
+    head = DraftModel(folder)
     flags = Flags(DrafterChoice([spec], head))
     learning = replace(flags, online=True)
     assert (flags.waits_for_target, Flags().waits_for_target) == (True, False)
     unnamed, ordered = Flags(DrafterChoice(model=head)), Flags(DrafterChoice(["ngram"], head))
-    assert type(unnamed.drafter(target)) is sd.BestOf
-    assert type(ordered.drafter(target)) is sd.drafters.FirstOf
+    assert type(unnamed.drafter(target)) is type(ordered.drafter(target)) is sd.BestOf
     requested = drafter_of(flags, target, drafters=["model"])
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)

@@ -479,4 +479,4 @@ def test_a_request_is_one_line_of_the_log(
     caplog.clear()
     post(port, CHAT, {**BODY, "temperature": -1})
     (line,) = [record.getMessage() for record in caplog.records if record.name == "root"]
-    assert line.startswith("Refused with 400: temperature must be ")
+    assert line.startswith("Refused with 400: temperature: expected ")

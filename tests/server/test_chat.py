@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from live import Script, openai_at
 from selection import in_one_test
 from specdec_mlx.server.pictures import take_pictures
-from specdec_mlx.server.protocols import fields
-from specdec_mlx.server.protocols.body import read_body
+from specdec_mlx.server.protocols.body import LONGEST_DRAFT, read_body
 from specdec_mlx.server.protocols.chat import CHAT
+from specdec_mlx.server.protocols.replies import LEAST_LOGPROB, LONGEST_ANSWER
 from specdec_mlx.server.requests import (
     CallArguments,
     CallBegan,
@@ -154,7 +154,7 @@ def test_all_fields_reach_the_engine() -> None:
         num_logprobs=20,
         prediction="like this",
         drafters=["ngram"],
-        num_draft_tokens=fields.LONGEST_DRAFT,
+        num_draft_tokens=LONGEST_DRAFT,
         rule="match",
         user="u",
     )
@@ -203,41 +203,56 @@ def schema_of(schema: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "at least one message"),
-    ({"messages": [{"content": "x"}]}, "objects with a role"),
+    ({"messages": []}, "messages: expected `array` of length >= 1, got []"),
+    (
+        {"messages": [{"content": "x"}]},
+        "messages[0]: Object missing required field `role`",
+    ),
     ({"messages": [{"role": "user", "content": 5}]}, "content must be"),
-    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "a call of a function"),
-    ({"tools": {}}, "tools must be a list"),
-    ({"tools": [5]}, "a function with a name"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [5]}]},
+        ".tool_calls[0]: expected `object`, got 5",
+    ),
+    ({"tools": {}}, "tools: expected `array`, got {}"),
+    ({"tools": [5]}, "tools[0]: expected `object`, got 5"),
     ({"tools": [{"type": "function", "function": {}}]}, "a function with a name"),
     ({"tool_choice": "required"}, "needs tools"),
     ({"tool_choice": NAMED}, "no tool 'read'"),
-    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice must be"),
-    ({"drafter": ["ngram"] * 9}, "at most 8"),
-    ({"draft_length": -1}, "num_draft_tokens must be"),
-    ({"draft_length": True}, "num_draft_tokens must be"),
+    (
+        {"tools": [TOOL], "tool_choice": "sometimes"},
+        "(auto|none|required)$', got 'some",
+    ),
+    ({"drafter": ["ngram"] * 9}, "drafter: expected `array` of length <= 8, got ['ngram'"),
+    ({"draft_length": -1}, "num_draft_tokens: expected an int"),
+    ({"draft_length": True}, "num_draft_tokens: expected an int"),
     ({"rule": "nothing"}, "Unknown rule"),
     ({"rule": "lenient:lenience=" + "(" * 300_000}, "lenience must be a number, true or fa"),
-    ({"rule": 5}, "rule"),
+    ({"rule": 5}, "rule: expected `str`, got 5"),
     ({"temperature": float("nan")}, "a finite number"),
-    ({"top_p": 2}, "top_p must be a number from 0 to 1"),
-    ({"top_k": -1}, "top_k must be"),
-    ({"seed": 0.5}, "seed must be an int"),
-    ({"n": 33}, "n must be an int from 1 to 32, not 33"),
-    ({"stop": 5}, "stop must be a text"),
-    ({"logprobs": "3"}, "logprobs must be"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be an int from -1 to 20"),
-    ({"logit_bias": {"5": None}}, "expected a number for token 5"),
-    ({"logit_bias": {"x": 1}}, "expected a number for token x"),
-    ({"max_tokens": 0}, "max_tokens must be an int from 1 on"),
-    ({"max_completion_tokens": "5"}, "max_completion_tokens must be"),
-    ({"model": 5}, "model must be a text"),
-    ({"stream_options": []}, "stream_options must be an object"),
-    ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction: "),
+    ({"top_p": 2}, "top_p: expected `float` <= 1.0, got 2"),
+    ({"top_k": -1}, "top_k: expected `int` >= 0, got -1"),
+    ({"seed": 0.5}, "seed: expected `int`, got 0.5"),
+    ({"n": 33}, "n: expected `int` <= 32, got 33"),
+    ({"stop": 5}, "stop: expected `str | array`, got 5"),
+    ({"logprobs": "3"}, "logprobs: expected `bool | int`, got '3'"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: expected `int` <= 20, got 21"),
+    ({"logit_bias": {"5": None}}, "logit_bias: expected `float`, got {'5': None}"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: expected `int`, got {'x': 1}"),
+    ({"max_tokens": 0}, "max_tokens: expected `int` >= 1, got 0"),
+    ({"max_completion_tokens": "5"}, "max_completion_tokens: expected `int`, got '5'"),
+    ({"model": 5}, "model: expected `str`, got 5"),
+    ({"stream_options": []}, "stream_options: expected `object`, got []"),
+    (
+        {"prediction": {"content": [{"type": "image_url"}]}},
+        "prediction.content[0]: ",
+    ),
     ({"response_format": {"type": "json_schema"}}, 'expected {"json_schema": {"schema": {.'),
     ({"response_format": schema_of(nested(150))}, "levels"),
     ({"response_format": schema_of({"const": "x" * 2**17})}, "characters"),
-    ({"response_format": {"type": "xml"}}, "type must be text, json_object or json_schema"),
+    (
+        {"response_format": {"type": "xml"}},
+        "response_format.type: expected `str` matching",
+    ),
 ]
 
 
@@ -247,7 +262,7 @@ def test_a_wrong_body_is_refused_in_words(body: dict[str, Any], words: str) -> N
         request_of(**body)
     assert words in str(refused.value)
     told = CHAT.error(refused.value, HTTPStatus.BAD_REQUEST)["error"]
-    assert len(told["message"]) <= fields.LONGEST_ANSWER
+    assert len(told["message"]) <= LONGEST_ANSWER
     assert told["type"] == "invalid_request_error"
 
 
@@ -412,7 +427,7 @@ ENTRY = TokenLogprob(7, "é".encode()[:1], -0.5, [(7, b"\xc3", -0.5), (8, b"x", 
 def test_log_probabilities_are_in_openais_form_with_ids() -> None:
     events: list[Event] = [Said("é", logprobs=[ENTRY]), Said("", logprobs=[ENTRY]), ENDED]
     shown = {"id": 7, "token": "�", "logprob": -0.5, "bytes": [0xC3]}
-    other = {"id": 8, "token": "x", "logprob": fields.LEAST_LOGPROB, "bytes": [0x78]}
+    other = {"id": 8, "token": "x", "logprob": LEAST_LOGPROB, "bytes": [0x78]}
     entry = {**shown, "top_logprobs": [shown, other]}
     body = {"logprobs": True, "top_logprobs": 2}
     assert whole(events, **body)["choices"][0]["logprobs"]["content"] == [entry, entry]

@@ -57,14 +57,14 @@ def test_fields_of_completions_reach_the_engine() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"suffix": "x"}, "suffix: models here continue a text"),
     ({"best_of": 3, "n": 2}, "best_of: texts are not chosen among"),
-    ({"prompt": None}, "prompt must be a text"),
-    ({"prompt": []}, "prompt must be a text"),
-    ({"prompt": ["a", 3]}, "prompt must be a text"),
-    ({"prompt": [True]}, "prompt must be a text"),
-    ({"prompt": ["a"] * (MOST_PROMPTS + 1)}, "prompt must be a text"),
-    ({"max_tokens": 0}, "max_tokens must be an int from 1 on"),
-    ({"logprobs": 21}, "logprobs must be an int from 0 to 20"),
-    ({"echo": "yes"}, "echo must be"),
+    ({"prompt": None}, "required field `prompt`"),
+    ({"prompt": []}, "prompt: expected a text, token ids, or a list of 1 to 128"),
+    ({"prompt": ["a", 3]}, "prompt: expected a text"),
+    ({"prompt": [True]}, "prompt.0.: expected `int . str . array`, got True"),
+    ({"prompt": ["a"] * (MOST_PROMPTS + 1)}, "prompt: expected a text"),
+    ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
+    ({"logprobs": 21}, "logprobs: expected `int` <= 20, got 21"),
+    ({"echo": "yes"}, "echo: expected `bool`, got 'yes'"),
 ]
 
 

@@ -22,7 +22,7 @@ from selection import cases, in_one_test
 from specdec_mlx import loop
 from specdec_mlx.batch.passes import SharedPasses
 from specdec_mlx.batch_caches import BatchCaches, SlotCache
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.sequence import PromptReader
@@ -420,7 +420,7 @@ def test_texts_are_those_alone_however_they_are_drafted_for(
     if how == "a draft model":  # whose rejected drafts may change what a seed draws
         kinds = kinds[:2] * 2
         draft = write_model_folder(folder.parent / "draft", "llama", seed=3)
-        choice = DrafterChoice(model=NamedModel(str(draft)))
+        choice = DrafterChoice(model=DraftModel(str(draft)))
         flags = with_flags(num_draft_tokens=2, choice=choice)
     if how == "quantized caches":
         folder = write_model_folder(tmp_path, max_position_embeddings=8192, **WIDE_HEADS)

@@ -19,7 +19,7 @@ from selection import FULL, in_one_test
 from serving import until
 from specdec_mlx import lab
 from specdec_mlx.draft_length.store import tuning_path
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER
@@ -189,7 +189,7 @@ def test_every_name_that_a_request_may_use_has_an_entry(folder: Path, tmp_path: 
 def test_models_are_unloaded_and_loaded_again(folder: Path, tmp_path: Path) -> None:
     """With their draft models and caches; after the texts that are written, and before others."""
     draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
-    choice = DrafterChoice(model=NamedModel(str(draft)))
+    choice = DrafterChoice(model=DraftModel(str(draft)))
     expected = plain(folder)
     with running(folder, flags=with_flags(choice=choice, num_draft_tokens=2)) as engine:
         model = weakref.ref(choice.model.pair[0])
@@ -219,7 +219,7 @@ def test_a_model_is_unloaded_after_a_time_without_requests(folder: Path) -> None
             until(lambda: engine.models.loaded is None)
         assert text == plain(folder)
     with running(folder, flags=with_flags()) as engine:
-        assert engine._patience() is None
+        assert engine._idle_for() is None
 
 
 @pytest.mark.parametrize("any_model_name", [True, False])
@@ -335,7 +335,7 @@ def test_a_request_may_name_its_draft_model_or_head(folder: Path, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def with_head() -> Iterator[Engine]:
-    choice = DrafterChoice(model=NamedModel(str(lab.head_path("mtp"))))
+    choice = DrafterChoice(model=DraftModel(str(lab.head_path("mtp"))))
     with running(lab.target_path(), flags=with_flags(choice=choice, num_draft_tokens=3)) as engine:
         yield engine
 
@@ -370,7 +370,7 @@ def test_heads_draft_and_the_text_is_plain_decodings_in_later_turns_too(
 def test_a_draft_model_reads_a_conversation_once(folder: Path, tmp_path: Path) -> None:
     """Its caches are kept beside the target's."""
     draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
-    choice = DrafterChoice(model=NamedModel(str(draft)))
+    choice = DrafterChoice(model=DraftModel(str(draft)))
     with running(folder, flags=with_flags(choice=choice, num_draft_tokens=2)) as engine:
         first = ask(engine, prompt=PROMPT)
         places = [entry.place for entry in settled(engine).prefixes.entries]

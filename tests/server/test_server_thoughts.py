@@ -15,7 +15,7 @@ from live import TEMPLATE, Script, post
 from selection import in_one_test
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.thoughts import Thought
-from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.body import BUDGETS
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.messages import MESSAGES as MESSAGES_WIRE
 from specdec_mlx.server.protocols.responses import RESPONSES as RESPONSES_WIRE
@@ -264,7 +264,7 @@ def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
         "messages": USER,
         "thinking": {"type": "enabled", "budget_tokens": budget},
     }
-    with pytest.raises(RequestError, match="budget_tokens must be an int from 0 on"):
+    with pytest.raises(RequestError, match=r"thinking\.budget_tokens: expected `int`"):
         MESSAGES_WIRE.read(body)
 
 
@@ -273,7 +273,7 @@ def test_a_thought_ends_with_its_budget(
     wire: dict[str, Any], url: str, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole and streamed, with drafts that go on thinking; a shorter thought is left as it is."""
-    monkeypatch.setattr(fields, "BUDGETS", {"low": 5})
+    monkeypatch.setitem(BUDGETS, "low", 5)
     thinks = {"thinking": {"type": "enabled", "budget_tokens": 5}}
     thinks = thinks if wire is MESSAGES else wire["thinks"][0]
     for text, expected in (

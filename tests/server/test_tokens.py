@@ -70,7 +70,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("tokenize", {"prompt": "a " * 10**6, "add_special_tokens": False}, "positions"),
     ("tokenize", {"messages": [{"role": "user", "content": "a " * 10**6}]}, "positions"),
     ("detokenize", {}, "tokens must be"),
-    ("detokenize", {"tokens": [1], "model": 5}, "model must be"),
+    ("detokenize", {"tokens": [1], "model": 5}, "model: expected"),
     ("detokenize", {"tokens": "a"}, "tokens must be"),
     ("detokenize", {"tokens": [-1]}, "tokens must be"),
     ("detokenize", {"tokens": [10**9]}, "tokens must be"),

@@ -13,9 +13,9 @@ import tiny
 from scripted import OracleDrafter
 from specdec_mlx.exactness.probe import first_inexact, probe
 from specdec_mlx.exactness.rounding import near_tie, rounding_of, shortens_products
-from specdec_mlx.lab.bench.prompts import Task
 from specdec_mlx.lab.bench.summary import find_differences
 from specdec_mlx.lab.bench.timing import PLAIN, Sample
+from specdec_mlx.lab.prompts import Task
 from specdec_mlx.loop import speculate
 
 PROMPT = [5, 9, 2, 7, 5, 9, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +12,95 @@ from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.memory import Memory
-from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.models.loading import explained
 
 MOST_TOKENS = 4_000_000  # bound of a memory that is built from files
 
 
+@dataclass(frozen=True)
+class Actions:
+    """The actions of a command on the files of one kind.
+
+    kind: the class of what a file holds, a `KeptFile`. facts: what there is to say about one of
+    its objects. empty: makes an object to merge the others into, of their paths. finish: called
+    before a merged object is saved. bound: what `prune` keeps at most, as its flag is called.
+    """
+
+    kind: Any
+    facts: Callable[[Any], dict[str, str]]
+    empty: Callable[[list[Path]], Any]
+    finish: Callable[[Any], object]
+    bound: str
+
+    def add_to(
+        self, parser: argparse.ArgumentParser, build: Callable[[argparse.Namespace], None], how: str
+    ) -> argparse.ArgumentParser:
+        """Add the actions to a parser; returns that of `build`, for more flags. how: its help."""
+        actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+
+        def add(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
+            command = actions.add_parser(name, help=text)
+            command.set_defaults(action=action)
+            return command
+
+        building: argparse.ArgumentParser = add("build", build, how)
+        building.add_argument(
+            "paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders"
+        )
+        building.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
+        building.add_argument("--out", required=True, type=Path, metavar="FILE", help="to write")
+        info = add("info", lambda args: self.show(args.file), f"what a {self.kind.what} holds")
+        merge = add("merge", self._merge, f"put what others hold into a {self.kind.what}")
+        merge.add_argument("file", type=Path, metavar="FILE", help="made if there is none")
+        merge.add_argument("others", nargs="+", type=Path, metavar="OTHER")
+        prune = add("prune", self._prune, "forget what is oldest")
+        count = argument(positive_int)
+        prune.add_argument(self.bound, dest="most", type=count, required=True, metavar="N")
+        export = add("export", self._export, "a copy to share, without the names of files")
+        for command in (info, prune, export):
+            command.add_argument("file", type=Path, metavar="FILE")
+        export.add_argument("copy", type=Path, metavar="COPY", help="a new file")
+        return building
+
+    def show(self, path: Path) -> None:
+        """Print what a file holds, a line for each fact."""
+        held = self.kind.load(path)
+        facts = {
+            **self.facts(held),
+            "on disk": f"{path.stat().st_size:,} bytes",
+            "tokenizer": held.tokenizer or "any",
+        }
+        print(path, *(f"  {name:<15}{fact}" for name, fact in facts.items()), sep="\n")
+
+    def _merge(self, args: argparse.Namespace) -> None:
+        held = self.kind.load(args.file) if args.file.exists() else self.empty(args.others)
+        for other in args.others:
+            held.merge(self.kind.load(other))
+        self.finish(held)
+        held.save(args.file)
+        self.show(args.file)
+
+    def _prune(self, args: argparse.Namespace) -> None:
+        held = self.kind.load(args.file)
+        held.prune(args.most)
+        held.save(args.file)
+        self.show(args.file)
+
+    def _export(self, args: argparse.Namespace) -> None:
+        """Write a copy to share; raises FileExistsError for a file that is there."""
+        if args.copy.exists():
+            raise FileExistsError(f"{args.copy} is there already. Name a new file.")
+        print(f"{args.copy}: {self.kind.load(args.file).export(args.copy):,} bytes")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The actions of `specdec-mlx memory`."""
-    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    count = argument(positive_int)
-
-    def add(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
-        command = actions.add_parser(name, help=text)
-        command.set_defaults(action=action)
-        return command
-
-    build = add("build", _build, "from files and folders; again, it reads what changed")
-    build.add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders")
-    build.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
-    build.add_argument("--out", required=True, type=Path, metavar="FILE", help="the memory")
-    build.add_argument(
-        "--max-tokens", type=count, metavar="N", help=f"oldest go first ({MOST_TOKENS})"
+    actions = Actions(
+        Memory, _facts, lambda others: Memory(MOST_TOKENS), Memory.compact, "--max-tokens"
     )
-    info = add("info", _info, "what a memory holds")
-    info.add_argument("file", type=Path, metavar="FILE")
-    merge = add("merge", _merge, "put what others hold into a memory")
-    merge.add_argument("file", type=Path, metavar="FILE", help="made if there is none")
-    merge.add_argument("others", nargs="+", type=Path, metavar="OTHER")
-    prune = add("prune", _prune, "forget what is oldest")
-    prune.add_argument("file", type=Path, metavar="FILE")
-    prune.add_argument("--max-tokens", type=count, required=True, metavar="N")
-    export = add("export", _export, "a copy to share, without the names of files")
-    export.add_argument("file", type=Path, metavar="FILE")
-    export.add_argument("copy", type=Path, metavar="COPY", help="a new file")
+    build = actions.add_to(parser, _build, "from files and folders; again, it reads what changed")
+    oldest = f"oldest go first ({MOST_TOKENS})"
+    build.add_argument("--max-tokens", type=argument(positive_int), metavar="N", help=oldest)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -54,6 +110,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> None:
+    """Build a memory, or read what changed into one that is there."""
     tokenizer = tokenizer_of(args.tokenizer)
     memory = Memory.load(args.out) if args.out.exists() else Memory(MOST_TOKENS)
     if args.max_tokens is not None:
@@ -67,49 +124,13 @@ def _build(args: argparse.Namespace) -> None:
     )
 
 
-def _info(args: argparse.Namespace) -> None:
-    memory = Memory.load(args.file)
-    facts = {
+def _facts(memory: Memory) -> dict[str, str]:
+    return {
         "texts": f"{len(memory.texts()):,}",
         "tokens": f"{len(memory):,} of at most {memory.max_tokens:,}",
-        "on disk": f"{args.file.stat().st_size:,} bytes",
         "files read": f"{len(memory.sources):,}",
         "in memory": f"{memory.num_bytes:,} bytes",
-        "tokenizer": memory.tokenizer or "any",
     }
-    print_facts(args.file, facts)
-
-
-def print_facts(path: Path, facts: dict[str, str]) -> None:
-    """Print what a file holds, a line for each fact."""
-    print(path, *(f"  {name:<15}{fact}" for name, fact in facts.items()), sep="\n")
-
-
-def _merge(args: argparse.Namespace) -> None:
-    memory = Memory.load(args.file) if args.file.exists() else Memory(MOST_TOKENS)
-    for other in args.others:
-        memory.merge(Memory.load(other))
-    memory.compact()
-    memory.save(args.file)
-    _info(args)
-
-
-def _prune(args: argparse.Namespace) -> None:
-    memory = Memory.load(args.file)
-    memory.prune(args.max_tokens)
-    memory.save(args.file)
-    _info(args)
-
-
-def _export(args: argparse.Namespace) -> None:
-    export_copy(Memory.load(args.file), args.copy)
-
-
-def export_copy(kept: KeptFile, path: Path) -> None:
-    """Write a copy to share; raises FileExistsError for a file that is there."""
-    if path.exists():
-        raise FileExistsError(f"{path} is there already. Name a new file.")
-    print(f"{path}: {kept.export(path):,} bytes")
 
 
 def tokenizer_of(model: str) -> Any:

@@ -136,7 +136,8 @@ class SuffixDrafter:
     def __post_init__(self) -> None:
         require_cap(self)
         require(self, 1 <= self.min_match <= 64, "min_match", "an int from 1 to 64")
-        object.__setattr__(self, "memory", as_memory(self.memory))
+        if self.memory is not None:
+            object.__setattr__(self, "memory", as_memory(self.memory))
 
     @property
     def key(self) -> str:

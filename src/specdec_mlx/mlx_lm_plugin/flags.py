@@ -24,6 +24,7 @@ from specdec_mlx.arguments import (
     DRAFTER_GROUP,
     MODEL_DRAFTER,
     NO_DRAFTER,
+    PLACES,
     PROCESS,
     RULE_GROUP,
     RULES,
@@ -76,7 +77,7 @@ class Flags:
     @property
     def waits_for_target(self) -> bool:
         """True if the draft model cannot be made before the target is there."""
-        return self.online or self.choice.model.is_head
+        return self.online or self.choice.waits_for_target
 
     def drafter(self, target: nn.Module | None = None) -> Drafter | None:
         """The drafter for a target; None for plain decoding."""
@@ -124,11 +125,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         action="append",
         default=[],
-        type=known("drafter", drafters),
+        type=known("drafter", drafters, PLACES),
         metavar="NAME[:KEY=VALUE,...]",
-        help=f"Drafter: {', '.join(drafters)}; given several times, the first that "
-        f"has a draft is taken (default: {DEFAULT_DRAFTER}, which with --draft-model competes with "
-        f"the model for each draft; {MODEL_DRAFTER}:branches=4 has the model propose trees)",
+        help=f"Drafter: {', '.join(drafters)}, or the folder or repository of a model or a head. "
+        "Several, and what --draft-model names, compete for each draft (default: "
+        f"{DEFAULT_DRAFTER}; {MODEL_DRAFTER}:branches=4 has the draft model propose trees)",
     )
     if "--draft-model" not in taken:
         add("--draft-model", default=None, help="A model to draft with, a trained head, or auto.")

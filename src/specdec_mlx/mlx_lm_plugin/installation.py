@@ -21,15 +21,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import generation_stream
 
+from specdec_mlx.arguments import DEFAULT_DRAFTER
 from specdec_mlx.batch_generation import batch_generate
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
-from specdec_mlx.drafters.choosing.choice import resolve
-from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.guided import with_forced
 from specdec_mlx.errors import MlxLmVersionError
@@ -239,7 +238,7 @@ def _stepping(original: Any) -> Any:
         options["history"] = history
         if "draft_model" not in options:
             return speculation.steps(speculation.drafter, 2, **options)
-        drafter = resolve(None, options.pop("draft_model"))
+        drafter = resolve(options.pop("draft_model"))
         num_draft_tokens = options.pop("num_draft_tokens", None)
         return speculation.steps(drafter, 3, num_draft_tokens=num_draft_tokens, **options)
 
@@ -272,19 +271,16 @@ def _can_draft(options: dict[str, Any]) -> bool:
     return len(options["prompt"]) > 0 and bool(is_supported)
 
 
-def install(
-    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER, **options: Any
-) -> Speculation:
+def install(drafter: AnyDrafter = DEFAULT_DRAFTER, **options: Any) -> Speculation:
     """Let mlx-lm's own calls speculate, in the whole process, until `uninstall`.
 
-    A call's own `draft_model=` counts instead: a draft model, a drafter or a drafter's name, with
+    A call's own `draft_model=` counts instead, and takes what `drafter` takes, with
     `num_draft_tokens=` as the draft length. It also takes `history=`, the tokens that a program
     read into `prompt_cache` itself. A second `install` replaces the first. After `mx.random.seed` a
     call has one text, as with a `seed` of ours.
 
     Args:
-        drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model;
-            None for plain decoding.
+        drafter: as in `generate`; a trained head is given as `load_head` makes it.
         options: num_draft_tokens, rule and tokenizer, see `Speculation`.
 
     Returns:
@@ -325,7 +321,7 @@ def _say_unseen() -> None:
 
 @contextmanager
 def patched(
-    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER,
+    drafter: AnyDrafter = DEFAULT_DRAFTER,
     *,
     num_draft_tokens: int | str | DraftLength = "auto",
     rule: str | AcceptanceRule = "auto",
@@ -337,6 +333,5 @@ def patched(
     """
     make_draft_length(num_draft_tokens)  # to raise now rather than at the first token
     make_rule(rule)
-    given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
-    with in_force(Speculation(resolve(*given), num_draft_tokens, rule, tokenizer)) as made:
+    with in_force(Speculation(resolve(drafter), num_draft_tokens, rule, tokenizer)) as made:
         yield made

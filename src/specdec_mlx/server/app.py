@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -105,7 +105,7 @@ def with_paths(app: ASGIApp) -> ASGIApp:
 
 
 class Endpoints:
-    """What is answered on each path."""
+    """The answers on each path."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine, self.settings, self.totals = engine, settings, Totals()
@@ -113,24 +113,21 @@ class Endpoints:
 
     def app(self) -> Starlette:
         """The routes."""
-        routes = [
-            Route(path, partial(self.answer, wire), methods=["POST"])
-            for path, wire in WIRES.items()
-        ]
+        answers = {
+            **dict.fromkeys(WIRES, self.answer),
+            **dict.fromkeys(TOKENS, self.read_tokens),
+            "/messages/count_tokens": self.count_tokens,
+            "/models/unload": self.unload,
+        }
+        routes = [Route(path, told(answer), methods=["POST"]) for path, answer in answers.items()]
         routes += [
-            Route("/messages/count_tokens", self.count_tokens, methods=["POST"]),
-            *(
-                Route(path, partial(self.read_tokens, answer), methods=["POST"])
-                for path, answer in TOKENS.items()
-            ),
             Route("/", self.page),
             Route("/metrics", self.metrics),
             Route("/health", self.health),
-            Route("/api/hello", self.hello),
+            Route("/api/hello", told(self.hello)),
             Route("/responses", no_socket),
-            Route("/models", self.models),
-            Route("/models/unload", self.unload, methods=["POST"]),
-            Route("/models/{name:path}", self.models),
+            Route("/models", told(self.models)),
+            Route("/models/{name:path}", told(self.model)),
         ]
         return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
 
@@ -152,66 +149,50 @@ class Endpoints:
             return encoded({"status": "ok"})
         return encoded({"status": "unavailable"}, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def hello(self, request: Request) -> Response:
-        """What some clients look for first."""
-        return encoded({"message": "hello"})
+    async def hello(self, request: Request) -> Object:
+        """The answer that some clients look for first."""
+        return {"message": "hello"}
 
-    async def models(self, request: Request) -> Response:
-        """The models that may be named, or the one on the path, in the protocol's form."""
+    async def models(self, request: Request) -> Object:
+        """The models that may be named."""
         is_openai = wire_of(request) is CHAT
-        form = listing if is_openai else anthropic_listing
-        models = [*map(form, await run_in_threadpool(self.engine.models.listed))]
-        if (name := request.path_params.get("name")) is not None:
-            try:
-                model = await run_in_threadpool(self.engine.models.named, name)
-            except Exception as error:
-                return refusal(wire_of(request), error)
-            return encoded(form(model))
+        listed = await run_in_threadpool(self.engine.models.listed)
+        models = [listing(model, is_openai) for model in listed]
         if is_openai:
-            return encoded({"object": "list", "data": models})
+            return {"object": "list", "data": models}
         ids = [model["id"] for model in models]
         ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
-        return encoded({"data": models, "has_more": False, **ends})
+        return {"data": models, "has_more": False, **ends}
 
-    async def unload(self, request: Request) -> Response:
+    async def model(self, request: Request) -> Object:
+        """The model on the path."""
+        name = request.path_params["name"]
+        model = await run_in_threadpool(self.engine.models.named, name)
+        return listing(model, wire_of(request) is CHAT)
+
+    async def unload(self, request: Request) -> Object:
         """Free the model's memory, once the texts that are written have ended."""
-        try:
-            await asyncio.wrap_future(self.engine.unload())
-        except Exception as error:
-            return refusal(wire_of(request), error)
-        return encoded({"status": "ok"})
+        await asyncio.wrap_future(self.engine.unload())
+        return {"status": "ok"}
 
-    async def count_tokens(self, request: Request) -> Response:
+    async def count_tokens(self, request: Request) -> Object:
         """Tokens of a prompt, in Anthropic's protocol."""
-        try:
-            asked = await self.read(MESSAGES, request, {"max_tokens": 1})
-            number = await run_in_threadpool(self.engine.num_tokens, asked.requests[0])
-        except Exception as error:
-            return await refused_in_time(MESSAGES, error)
-        return encoded({"input_tokens": number})
+        asked = await self.read(request, max_tokens=1)
+        number = await run_in_threadpool(self.engine.num_tokens, asked.requests[0])
+        return {"input_tokens": number}
 
-    async def read_tokens(
-        self, answer: Callable[[Engine, Object], Object], request: Request
-    ) -> Response:
+    async def read_tokens(self, request: Request) -> Object:
         """Tokens of a text, or the text of tokens."""
-        try:
-            raw = await received(request)
-            reply = await run_in_threadpool(lambda: answer(self.engine, read_body(raw)))
-            return encoded(reply)
-        except Exception as error:
-            return await refused_in_time(CHAT, error)
+        raw, answer = await received(request), TOKENS[request.scope["path"]]
+        return await run_in_threadpool(lambda: answer(self.engine, read_body(raw)))
 
-    async def answer(self, wire: Wire, request: Request) -> Any:
+    async def answer(self, request: Request) -> Any:
         """The reply to a request for texts."""
-        try:
-            asked = await self.read(wire, request, {})
-        except Exception as error:
-            return await refused_in_time(wire, error)
-        return Answer(self.engine, self.totals, wire, asked)
+        return Answer(self.engine, self.totals, wire_of(request), await self.read(request))
 
-    async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
+    async def read(self, request: Request, **more: Any) -> Asked:
         """Read the body; raises RequestError. Others do not wait for its grammar or pictures."""
-        raw = await received(request)
+        raw, wire = await received(request), wire_of(request)
         key = request.headers.get("authorization") or request.headers.get("x-api-key", "")
 
         def read() -> Asked:
@@ -229,6 +210,19 @@ class Endpoints:
         except Exception:
             await asyncio.sleep(size / LEFT_A_SECOND)  # others need not wait for this refusal
             raise
+
+
+def told(answer: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
+    """An endpoint whose objects are sent as JSON, and its errors in the form of the protocol."""
+
+    async def endpoint(request: Request) -> Any:
+        try:
+            content = await answer(request)
+        except Exception as error:
+            return await refused_in_time(wire_of(request), error)
+        return encoded(content) if isinstance(content, dict) else content
+
+    return endpoint
 
 
 class Inbox:
@@ -428,42 +422,47 @@ async def unknown(request: Request, error: Exception) -> Response:
     """The answer on a path, or to a method, that is none."""
     words = f"There is no {request.method} {request.scope['path']} here."
     status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
-    response = encoded(wire_of(request).error(RequestError(words), status), status)
-    response.headers.update(getattr(error, "headers", None) or {})
-    return response
+    return in_words(request, status, words, headers=getattr(error, "headers", None))
 
 
 def no_access(scope: Scope, status: HTTPStatus, words: str) -> Response:
     """The answer to a request without the key, or of a foreign web page."""
-    is_keyless = status == HTTPStatus.UNAUTHORIZED
-    error = RequestError(words, "invalid_api_key" if is_keyless else None)
-    response = encoded(wire_of(Request(scope)).error(error, status), status)
-    if is_keyless:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
+    if status != HTTPStatus.UNAUTHORIZED:
+        return in_words(Request(scope), status, words)
+    headers = {"WWW-Authenticate": "Bearer"}
+    return in_words(Request(scope), status, words, "invalid_api_key", headers)
 
 
 async def no_socket(request: Request) -> Response:
     """The answer to a client that would rather have a WebSocket: Codex then posts at once."""
     words = "Responses are posted here, and not asked for over a WebSocket."
-    status = HTTPStatus.UPGRADE_REQUIRED
-    return encoded(RESPONSES.error(RequestError(words), status), status)
+    return in_words(request, HTTPStatus.UPGRADE_REQUIRED, words)
+
+
+def in_words(
+    request: Request,
+    status: HTTPStatus,
+    words: str,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """A refusal in the form of the client's protocol."""
+    response = encoded(wire_of(request).error(RequestError(words, code), status), status)
+    response.headers.update(headers or {})
+    return response
 
 
 def wire_of(request: Request) -> Wire:
-    """The protocol of a client on a path that several have: OpenAI's or Anthropic's."""
-    is_path = request.scope["path"].startswith("/messages")
-    is_anthropic = is_path or "anthropic-version" in request.headers
-    return MESSAGES if is_anthropic else CHAT
+    """The protocol of a path, or of a client on a path that several protocols have."""
+    path = request.scope["path"]
+    is_anthropic = path.startswith("/messages") or "anthropic-version" in request.headers
+    return WIRES.get(path, MESSAGES if is_anthropic else CHAT)
 
 
-def listing(model: dict[str, Any]) -> dict[str, Any]:
-    """A model in OpenAI's list."""
-    return {"object": "model", "owned_by": "specdec_mlx", **model}
-
-
-def anthropic_listing(model: dict[str, Any]) -> dict[str, Any]:
-    """A model in Anthropic's list."""
+def listing(model: Object, is_openai: bool) -> Object:
+    """A model in OpenAI's list, or in Anthropic's."""
+    if is_openai:
+        return {"object": "model", "owned_by": "specdec_mlx", **model}
     created = datetime.fromtimestamp(model["created"], UTC).isoformat()
     named = {"id": model["id"], "display_name": model["id"]}
     return {"type": "model", **named, "created_at": created}

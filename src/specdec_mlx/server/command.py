@@ -87,7 +87,7 @@ def serve(
         try:
             engine.start()
         finally:
-            engine.join()
+            engine.stop()
         return
     with closing(listener or bound(settings.host, settings.port)) as listener:
         engine = Engine(Models(settings), settings)

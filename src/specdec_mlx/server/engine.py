@@ -6,31 +6,25 @@ on as a row of one batch, if the model's texts can be rows; else one is served a
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from threading import Event as Flag
 from threading import Thread
-from typing import Any
 from weakref import WeakSet
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.choosing.registry import first_of, takes_model
+from specdec_mlx.drafters.choosing.registry import takes_model
+from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.errors import CacheRollbackError, ModelFolderError
-from specdec_mlx.loop import Generation, Token, assemble, speculate
-from specdec_mlx.options import Options
-from specdec_mlx.ranks import SharedDrafting, ranks_of
+from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.loop import speculate
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
@@ -39,17 +33,13 @@ from specdec_mlx.server.prefixes import Prefixes, prefixes_for
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
-from specdec_mlx.server.rows import BatchRows
-from specdec_mlx.server.under_way import AskedText, Ticket, prepare
+from specdec_mlx.server.under_way import GONE, AskedText, Ticket
+from specdec_mlx.server.writing import Writing, WritingAlone, options_for
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
 # A pass that is under way when the process ends is waited for so many seconds, or until so many of
 # the processor were spent on it: it may be of a long prompt, or a model that is loaded.
 GRACE, GRACE_OF_PROCESSOR = 5.0, 0.4
-
-
-class _JoinedError(Exception):
-    """Another request has come, while the prompt of one that was alone is read."""
 
 
 class Engine:
@@ -109,7 +99,7 @@ class Engine:
     def _prepare(self, ticket: Ticket, loaded: Loaded) -> None:
         """Prepare a request beside the texts that are written, and queue it."""
         try:
-            ticket.prepared = prepare(ticket.request, loaded, self.settings)
+            ticket.text = AskedText(ticket, loaded, self.settings)
         except Exception as error:
             ticket.fail(error)
         else:
@@ -127,16 +117,6 @@ class Engine:
         sight = self.models.sight_for(request)
         return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
-    def stop(self) -> None:
-        """End all texts, whatever is done at the moment, and wait for the thread's end.
-
-        On other ranks than the first: wait for the first one's.
-        """
-        self._is_ending = self.ranks.is_first
-        self._has_news.set()
-        if self._thread.is_alive():
-            self.join()
-
     def unload(self) -> Future[None]:
         """Free the models once the texts under way have ended; done when they are.
 
@@ -149,22 +129,29 @@ class Engine:
         self._has_news.set()
         return done
 
+    def stop(self) -> None:
+        """End all texts, whatever is done at the moment, and wait until nothing is served.
+
+        On other ranks than the first: wait for the first one's.
+        """
+        self._tell_to_end()
+        if self._thread.is_alive():
+            self._has_ended.wait()
+
     def end(self) -> None:
         """End all texts because the process ends: what was learned is kept, and nothing freed.
 
         What takes longer than a grace period is left as it is; its clients are told all the same.
         """
-        self._is_ending = self.ranks.is_first
-        self._has_news.set()
-        if self.ranks.are_several:  # which wait for each other
-            self._has_kept.wait()
+        self._tell_to_end()
+        if self.ranks.are_several:  # which wait for each other, and end as Python ends
+            self._has_ended.wait()
         begun, spent = time.monotonic(), time.process_time()
         while not self._has_kept.wait(0.02):
             if time.monotonic() - begun > GRACE or time.process_time() - spent > GRACE_OF_PROCESSOR:
                 self.keep()
                 break
-        for ticket in list(self._tickets):
-            ticket.fail(ServerEndingError())
+        self._fail_all()
 
     def keep(self) -> None:
         """Write what was learned to its files."""
@@ -173,9 +160,14 @@ class Engine:
         except Exception as error:
             logging.error("What was learned is not kept.", exc_info=error)
 
-    def join(self) -> None:
-        """Wait until nothing is served any more."""
-        self._has_ended.wait()
+    def _tell_to_end(self) -> None:
+        self._is_ending = self.ranks.is_first
+        self._has_news.set()
+
+    def _fail_all(self) -> None:
+        """Tell all clients whose texts have not ended that the server ends."""
+        for ticket in list(self._tickets):
+            ticket.fail(ServerEndingError())
 
     def _run(self) -> None:
         try:
@@ -191,15 +183,13 @@ class Engine:
                 self._serve(ticket)
         finally:
             self._is_ending = True
-            while self._waiting:
-                self._waiting.popleft().fail(ServerEndingError())
+            self._fail_all()
             while self._unloading:
                 self._unloading.popleft().set_exception(ServerEndingError())
             self.keep()
             self._has_kept.set()
             self.models.reset()
-            self.prefixes.trim_to(0)
-            self.draft_caches.trim_to(0)
+            self._forget()
             mx.clear_streams()
             self._has_ended.set()
             # MLX frees the functions that it compiled for a thread once that has ended, and needs
@@ -213,25 +203,32 @@ class Engine:
         except ModelFolderError as error:
             raise error.__cause__ or error from None
 
+    def _forget(self) -> None:
+        """Free all caches."""
+        self.prefixes.trim_to(0)
+        self.draft_caches.trim_to(0)
+
     def _next(self) -> Ticket | None:
         """The request that has waited the longest, on all ranks; None where the server ends."""
         while True:
-            ticket: Ticket | None = None
-            unloads = False
+            ticket, ends, unloads = None, False, False
             if self.ranks.is_first:
                 self._has_news.clear()
                 if not (self._waiting or self._unloading or self._is_ending):
-                    self._has_news.wait(self._patience())
-                unloads = bool(self._unloading) or self._idle_for() == 0
-                if not (self._is_ending or unloads) and (ticket := self._first_waiting()):
+                    self._has_news.wait(self.ranks.patience or self._idle_for())
+                ends, unloads = self._is_ending, bool(self._unloading) or self._idle_for() == 0
+                if not (ends or unloads) and (ticket := self._first_waiting()):
                     self._waiting.popleft()
-            ends = self._is_ending and self.ranks.is_first
             shared = None if ticket is None else ticket.request
             request, ends, unloads = self.ranks.from_first((shared, ends, unloads))
             if ends:
                 return None
             if unloads:
-                self._unload()
+                logging.info("The model's memory is given back. The next request loads it again.")
+                self._forget()
+                self.models.unload()
+                while self._unloading:
+                    self._unloading.popleft().set_result(None)
             if request is not None:
                 return ticket or Ticket(request, lambda event: None)
 
@@ -242,49 +239,40 @@ class Engine:
             return None
         return max(0.0, self._served_at + keep_alive - time.monotonic())
 
-    def _patience(self) -> float | None:
-        """Most seconds to wait for a request; None for as long as it takes."""
-        bounds = self.ranks.patience, self._idle_for()
-        return min((bound for bound in bounds if bound is not None), default=None)
-
-    def _unload(self) -> None:
-        """Free the models and all caches."""
-        logging.info("The model's memory is given back. The next request loads it again.")
-        self.prefixes.trim_to(0)
-        self.draft_caches.trim_to(0)
-        self.models.unload()
-        while self._unloading:
-            self._unloading.popleft().set_result(None)
-
     def _first_waiting(self) -> Ticket | None:
         """The first request of a client that is still there; it waits on."""
-        while self._waiting:
-            try:
-                self._waiting[0].check()
-                return self._waiting[0]
-            except ConnectionError as error:
-                self._waiting.popleft().fail(error)
-        return None
+        while self._waiting and self._waiting[0].is_cancelled:
+            self._waiting.popleft().fail(ConnectionError(GONE))
+        return self._waiting[0] if self._waiting else None
 
     def _serve(self, ticket: Ticket) -> None:
         """Serve a request, and those who join."""
         if (text := self._prepared(ticket)) is None:
             return
-        self.running = 1
+        writing: Writing = WritingAlone(text, self.settings, self.prefixes)
         try:
-            if self._others_join(text) or self._write_alone(text):
-                self._write_together(text)
+            while writing.texts:
+                while self._waiting and writing.has_place and self._next_is_row():
+                    if (joining := self._prepared(self._waiting.popleft())) is not None:
+                        writing = writing.with_another(joining)
+                self.running = len(writing.texts)
+                writing.step()
+                if self._is_ending:
+                    break
+            writing.close(ServerEndingError())
         except Exception as error:
-            text.fail(error)
-        finally:
-            self.running = 0
-            self._served_at = time.monotonic()
+            writing.close(error)
+        self.running = 0
+        self._served_at = time.monotonic()
 
     def _prepared(self, ticket: Ticket) -> AskedText | None:
         """The text of a request, before its first token; None if there is nothing to write."""
         try:
             loaded = self.models.load(ticket.request)
-            text = AskedText(ticket, loaded, self.models, self.draft_caches)
+            text, ticket.text = ticket.text, None
+            if text is None or text.loaded is not loaded:
+                text = AskedText(ticket, loaded, self.settings)
+            text.equip(self.models, self.prefixes, self.draft_caches)
             if ticket.request.echo:
                 ticket.tell([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:
@@ -293,12 +281,6 @@ class Engine:
         except Exception as error:
             ticket.fail(error)
         return None
-
-    def _others_join(self, text: AskedText) -> bool:
-        """True if the next request may be written beside this one."""
-        if not self._waiting or self.settings.kv_bits is not None:
-            return False
-        return text.loaded.has_rows and self._next_is_row()
 
     def _next_is_row(self) -> bool:
         """True if the next request is for the loaded model, also by what its name means now.
@@ -317,146 +299,19 @@ class Engine:
             return False
         return names == loaded.names and not ticket.request.pictures
 
-    def _write_together(self, text: AskedText) -> None:
-        """Write a text, and those that join it, until all have ended."""
-        rows = BatchRows(text.loaded, self.settings, self.prefixes)
-        rows.add(text)
-        try:
-            while rows.texts and not self._is_ending:
-                while rows.has_place and self._next_is_row():
-                    if (joining := self._prepared(self._waiting.popleft())) is not None:
-                        rows.add(joining)
-                self.running = len(rows.texts)
-                rows.step()
-        except Exception as error:
-            rows.close(error)
-        else:
-            rows.close(ServerEndingError())
-
-    def _write_alone(self, text: AskedText) -> bool:
-        """Write a text by the loop; True if it is to go on beside others."""
-        generation, written = self._generation(text, *text.begin(self.prefixes))
-        joined = False
-        try:
-            with closing(written):
-                for token in written:
-                    text.take(token)
-                    if text.has_ended:
-                        text.end()
-                        break
-                    text.hand_over()
-                    if self._is_told_to_end(text):
-                        break
-                    if joined := self._others_join(text):
-                        break
-        except _JoinedError:
-            return True
-        except CacheRollbackError as error:
-            if not (text.has_ended or joined):
-                raise
-            logging.warning(f"The caches of a text are not kept: {error}")
-        else:
-            held = generation.target.rollback
-            keys = text.keys[: held.position]
-            self.prefixes.insert_cache(text.loaded.place, keys, held.caches)
-        if not text.has_ended and not joined:
-            text.ticket.check()
-            raise ServerEndingError
-        return joined
-
-    def _is_told_to_end(self, text: AskedText) -> bool:
-        """True if a text ends before its end; on several ranks the first one says so."""
-        return (self._is_ending or text.ticket.is_cancelled) and self.ranks.is_first
-
-    def _generation(
-        self, text: AskedText, caches: list[Any] | None, num_read: int
-    ) -> tuple[Generation, Generator[Token, None, None]]:
-        """The generation of a text that is alone, and its tokens.
-
-        caches: hold the first `num_read` tokens; None for new ones.
-        """
-        model, shared = text.loaded.model, self._options(text.loaded)
-        own = split_cache(model, caches, shared)[0]
-        options = replace(
-            shared,
-            max_tokens=text.max_tokens,
-            sampler=text.sampling,
-            seed=text.request.seed,
-            rule=text.rule,
-            num_draft_tokens=text.num_draft_tokens,
-            logits_processors=text.processors,
-            prefill_stops=text.prompt.ends,
-            prompt_cache=own,
-            input_embeddings=text.embeddings(own),
-            prompt_progress_callback=partial(self._was_read, text, own),
-        )
-        ranks = ranks_of(model, options.stream)
-        parts = assemble(
-            model,
-            text.prompt.tokens,
-            text.drafter,
-            options,
-            own,
-            ranks=ranks,
-            num_read=num_read,
-            of_batch={"num_unseen": num_read},
-        )
-        generation = Generation.of(parts, options, callers_cache=own)
-        written = generation.run(parts.context)
-        drafting = parts.drafting
-        if isinstance(drafting, SharedDrafting):
-            written = drafting.as_on_first(written)
-        return generation, written
-
-    def _options(self, loaded: Loaded) -> Options:
-        """What all texts that are written alone have in common.
-
-        On several ranks they are on the stream on which these talk to each other.
-        """
-        settings = self.settings
-        return Options(
-            prefill_step_size=settings.prefill_step_size,
-            kv_bits=settings.kv_bits,
-            kv_group_size=settings.kv_group_size,
-            quantized_kv_start=settings.quantized_kv_start,
-            tokenizer=loaded.tokenizer,
-            stream=mx.default_stream(mx.default_device())
-            if self.ranks.are_several
-            else generation_stream,
-        )
-
-    def _was_read(self, text: AskedText, caches: list[Any], done: int, total: int) -> None:
-        """Note how far the prompt of a text that is alone is read, into these caches.
-
-        What is read is kept where it could not be gone back to, and where the reading ends here.
-        """
-        text.show_progress(done)
-        if self.ranks.are_several or not 0 < done < total:
-            return
-        joined = self._others_join(text)
-        ends = joined or self._is_told_to_end(text)
-        if self.settings.kv_bits is None and (ends or text.loaded.is_stateful):
-            held, kept = text.prompt.keys[:done], copy.deepcopy(caches)
-            self.prefixes.insert_cache(text.loaded.place, held, kept, has_ended=False)
-        text.ticket.check()
-        if self._is_ending:
-            raise ServerEndingError
-        if joined:
-            raise _JoinedError
-
     def _warm_up(self, loaded: Loaded) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""
-        options = self._options(loaded)
+        options = options_for(loaded, self.settings)
         # raises for what cannot be quantized so
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
-        heavy = [part for name, part in self.models.defaults(loaded) if takes_model(name)]
+        made = self.models.defaults(loaded)
+        heavy = [part for name, part in made if part is not None and takes_model(name)]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)
         short = replace(options, max_tokens=WARM_TOKENS, num_draft_tokens=4, tuning=tuning)
         try:
-            _ = self.settings.kv_bits is None and loaded.has_rows
-            for drafter in (None, first_of([PromptLookupDrafter(), *heavy])):
+            for drafter in (None, FirstOf(PromptLookupDrafter(), *heavy)):
                 for _ in speculate(loaded.model, tokens, drafter, short):
                     pass
         except Exception as error:

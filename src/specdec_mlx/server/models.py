@@ -23,15 +23,20 @@ from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import hf_repo_to_path, load_config, load_tokenizer
 
 from specdec_mlx import vision
-from specdec_mlx.arguments import name_in
+from specdec_mlx.arguments import name_in, unknown
 from specdec_mlx.caches import leaves_of
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
-from specdec_mlx.drafters.choosing.choice import NamedModel
+from specdec_mlx.drafters.choosing.choice import (
+    DraftModel,
+    best_of,
+    is_place_of_model,
+    waits_for_model,
+)
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, takes_model
 from specdec_mlx.drafters.heads.loading import load_head
-from specdec_mlx.errors import ModelFolderError, UnknownNameError
+from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.kept import KeptFile
@@ -84,7 +89,7 @@ class Loaded:
     sampling: arguments of `Sampling` that its generation config recommends.
     sight: how pictures are shown to it; None for a model that was loaded without what sees.
     drafters: those that were made for it, by their names. named: of the draft model that a request
-    named last. closing: what is due at its end.
+    named last. has_rows: its texts can be rows of one batch. closing: what is due at its end.
     """
 
     name: str
@@ -97,6 +102,7 @@ class Loaded:
     drafters: dict[str, Drafter | None] = field(default_factory=dict)
     named: tuple[str, Drafter | None] = ("", None)
     sight: Sight | None = None
+    has_rows: bool = False
     closing: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -108,20 +114,6 @@ class Loaded:
     def place(self) -> tuple[Any, ...]:
         """Key of its caches: no other model, and no other content of its files, has it."""
         return *self.names, self.files, self.sight is not None
-
-    @cached_property
-    def has_rows(self) -> bool:
-        """True if its texts can be rows of one batch; a line in the log if not."""
-        if mx.distributed.init().size() > 1:
-            return False
-        with warnings.catch_warnings(action="ignore"):
-            has_rows = can_hold_rows(self.model)
-        if not has_rows:
-            logging.warning(
-                f"{type(self.model).__module__}: its texts cannot be rows of one batch. Requests "
-                "are served one after another."
-            )
-        return has_rows
 
     @cached_property
     def is_stateful(self) -> bool:
@@ -152,7 +144,7 @@ class Models:
         self.loaded: Loaded | None = None
         self.choice = self.flags.drafting
         self.created = int(time.time())
-        self._specs = {name_in(str(spec)): str(spec) for spec in self.choice.ordered}
+        self._specs = {drafter_name(spec): str(spec) for spec in self.choice.ordered}
         self._made: dict[str, Drafter | None] = {}
         self._tokenizer_of = lru_cache(1)(self._load_tokenizer)
         # vision models that could not be loaded with what sees
@@ -164,7 +156,7 @@ class Models:
 
     def _waits(self, name: str) -> bool:
         """True for a drafter that is made anew for each target."""
-        return self.flags.waits_for_target and takes_model(name)
+        return self.flags.waits_for_target and waits_for_model(self._specs.get(name, name))
 
     def names_of(self, request: TextRequest) -> tuple[str, str | None]:
         """Name and adapter of the model for a request; raises RequestError for none.
@@ -287,9 +279,23 @@ class Models:
         self._check_drafters(loaded)
         self.reset()
         mx.eval(loaded.model.parameters())
+        loaded.has_rows = self._measured_rows(loaded.model)
         self.loaded = loaded
         if self.flags.keeps_tuning:
             loaded.closing.enter_context(kept_tuning(loaded.model, *loaded.names))
+
+    def _measured_rows(self, model: nn.Module) -> bool:
+        """True if a model's texts can be rows of one batch; a line in the log if they cannot."""
+        if mx.distributed.init().size() > 1 or self.settings.kv_bits is not None:
+            return False
+        with warnings.catch_warnings(action="ignore"):
+            has_rows = can_hold_rows(model)
+        if not has_rows:
+            logging.warning(
+                f"{type(model).__module__}: its texts cannot be rows of one batch. Requests are "
+                "served one after another."
+            )
+        return has_rows
 
     def _sampling_of(self, name: str) -> dict[str, Any]:
         """Arguments of `Sampling` that a model's generation config recommends, also logged."""
@@ -392,7 +398,7 @@ class Models:
         drafting = [name for name in names if name != NO_DRAFTER]
         if loaded.sight is None:
             return drafting
-        return [name for name in drafting if not takes_model(name)]
+        return [name for name in drafting if not waits_for_model(self._specs.get(name, name))]
 
     def tokenizer_for(self, request: TextRequest) -> Any:
         """The tokenizer of the model for a request, which need not be loaded; raises RequestError.
@@ -425,15 +431,12 @@ class Models:
         # one for all, or nobody is named
         memory = self._memory_of(who) if who else None
         parts = [self._make(name, loaded, memory) for name in names]
-        is_default = request.drafters is None
-        drafter = self.choice.combined(parts) if is_default else registry.first_of(parts)
-        return drafter, "+".join(names) or NO_DRAFTER
+        return best_of(parts), "+".join(names) or NO_DRAFTER
 
     def _make(self, name: str, loaded: Loaded, memory: Memory | None = None) -> Drafter | None:
         spec = self._specs.get(name, name)
         if name not in self._specs and name not in registry.drafter_names():
-            known = ", ".join(registry.drafter_names())
-            raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
+            raise unknown("drafter", name, registry.drafter_names())
         if memory is not None and registry.takes(name, "memory"):
             return self.choice.make(spec, memory=memory)
         made = loaded.drafters if self._waits(name) else self._made
@@ -447,7 +450,7 @@ class Models:
         A head's files are read as safetensors only: others are programs.
         """
         if loaded.named[0] != name:
-            model = NamedModel(name)
+            model = DraftModel(name)
             try:
                 if not model.is_head:
                     with explained(name):
@@ -456,7 +459,7 @@ class Models:
                 drafter = (
                     load_head(name, loaded.model, torch_files=False)
                     if model.is_head
-                    else model.make(MODEL_DRAFTER)
+                    else model.make()
                 )
             except (ValueError, OSError, RuntimeError) as error:
                 logging.warning("The draft model of a request is not loaded: %s", error)
@@ -522,6 +525,11 @@ class Models:
         loaded = self.loaded
         is_loaded = loaded is not None and loaded.name == own
         return self._entry(name, loaded if is_loaded else None)
+
+
+def drafter_name(spec: str) -> str:
+    """The name of a drafter for clients; of a model's folder or repository the last part."""
+    return Path(spec).name if is_place_of_model(spec) else name_in(spec)
 
 
 def has_mlx_vlm() -> bool:

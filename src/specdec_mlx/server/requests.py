@@ -6,7 +6,7 @@ A body becomes a `TextRequest`; the engine answers with events; a protocol write
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import time
@@ -303,22 +303,18 @@ class Stream(ABC):
         """What comes instead, after an error in the middle."""
 
 
-class Wire(ABC):
+@dataclass(frozen=True)
+class Wire:
     """One protocol: pure translation, without a model and without a thread.
 
-    stream: makes the way of a streamed reply.
+    Attributes:
+        read: checks a body; raises RequestError.
+        stream: begins a streamed reply.
+        reply: the whole reply of all texts.
+        error: the body of an error.
     """
 
-    stream: type[Stream]
-
-    @abstractmethod
-    def read(self, body: Object) -> Asked:
-        """Check a body; raises RequestError."""
-
-    @abstractmethod
-    def reply(self, asked: Asked, texts: Sequence[Written]) -> Object:
-        """The whole reply."""
-
-    @abstractmethod
-    def error(self, error: Exception, status: HTTPStatus) -> Object:
-        """The body of an error."""
+    read: Callable[[Object], Asked]
+    stream: Callable[[Asked], Stream]
+    reply: Callable[[Asked, Sequence[Written]], Object]
+    error: Callable[[Exception, HTTPStatus], Object]

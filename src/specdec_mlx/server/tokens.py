@@ -8,9 +8,9 @@ from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.models import LONGEST_TEXT
 from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.prompts import READING, check_length, encoded, read_prompt
+from specdec_mlx.server.protocols.body import Body, fields_of, text_request
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
-from specdec_mlx.server.protocols.fields import base
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
 
@@ -36,7 +36,7 @@ def tokenize(engine: Engine, body: Object) -> Object:
 def detokenize(engine: Engine, body: Object) -> Object:
     """The text of `tokens`; raises RequestError."""
     tokens = body.get("tokens")
-    tokenizer = engine.models.tokenizer_for(base(body))
+    tokenizer = engine.models.tokenizer_for(text_request(fields_of(body, Body)))
     num_tokens = len(tokenizer)
     are_ids = isinstance(tokens, list) and all(
         type(token) is int and 0 <= token < num_tokens for token in tokens

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
-from specdec_mlx.contracts import LogitsProcessor
+from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import (
     Grammar,
@@ -29,7 +29,7 @@ from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import ReadPrompt, check_length, encoded, read_prompt
+from specdec_mlx.server.prompts import check_length, encoded, read_prompt
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -45,29 +45,20 @@ from specdec_mlx.vision.prompts import embed
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """What of a request is made for a loaded model before its turn, beside the texts that are
-    written. prediction: token ids of the request's own one."""
-
-    loaded: Loaded
-    prompt: ReadPrompt
-    prediction: list[int]
-    grammar: Grammar | None
+GONE = "The client has gone."
 
 
 @dataclass(eq=False)
 class Ticket:
     """A request and the way to its client; `cancel` may be called by any thread.
 
-    names: of its model and adapter. prepared: None until the request is prepared.
+    names: of its model and adapter. text: what is made of the request before its turn.
     """
 
     request: TextRequest
     put: Callable[[Event], None]
     names: tuple[str, str | None] = ("", None)
-    prepared: Prepared | None = None
+    text: AskedText | None = None
     is_cancelled: bool = False
     has_ended: bool = False
 
@@ -78,7 +69,7 @@ class Ticket:
     def check(self) -> None:
         """Raise ConnectionError if the client has gone."""
         if self.is_cancelled:
-            raise ConnectionError("The client has gone.")
+            raise ConnectionError(GONE)
 
     def tell(self, events: Iterable[Event]) -> None:
         """Hand events over, up to the first that is an end."""
@@ -126,75 +117,79 @@ def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
     return within(make) if has_grammar(request) else None
 
 
-def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> Prepared:
-    """Read the prompt of a request, and compile its grammar; raises what is wrong with them.
-
-    Any thread may do so, while other texts are written.
-    """
-    tokenizer, most = loaded.tokenizer, loaded.longest_text
-    prompt = read_prompt(
-        request, tokenizer, settings, most=most, finds_ends=loaded.is_stateful, sight=loaded.sight
-    )
-    check_length(request.prediction, tokenizer, most, "prediction")
-    prediction = encoded(tokenizer, request.prediction)
-    return Prepared(loaded, prompt, prediction, compile_grammar(request, tokenizer))
-
-
 class AskedText:
     """A request that is being served.
 
-    events: of tokens that were taken, for the client. is_batched: it was written beside others at
-    its end. is_begun: its client knows how much of its prompt was found.
+    events: of tokens that were taken, for the client. num_given: tokens whose events it has.
+    is_batched: it was written beside others at its end. is_begun: its client knows how much of its
+    prompt was found.
     """
 
-    def __init__(
-        self, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes
-    ) -> None:
+    sampling: Sampling
+    processors: list[LogitsProcessor]
+    drafter: Drafter | None
+    drafter_name: str
+    state: TextState
+
+    def __init__(self, ticket: Ticket, loaded: Loaded, settings: ServerSettings) -> None:
+        """Read the prompt, and compile the grammar; raises what is wrong with them.
+
+        Any thread may do so, while other texts are written.
+        """
+        self.ticket, self.loaded, self.flags = ticket, loaded, settings.flags
+        self.written, self.events, self.num_given = list[int](), list[Event](), 0
+        self.stats: SpeculationStats | None = None
+        self.num_cached = 0
+        self.is_begun = self.is_batched = False
+        request, tokenizer, most = ticket.request, loaded.tokenizer, loaded.longest_text
+        self.prompt = read_prompt(
+            request,
+            tokenizer,
+            settings,
+            most=most,
+            finds_ends=loaded.is_stateful,
+            sight=loaded.sight,
+        )
+        check_length(request.prediction, tokenizer, most, "prediction")
+        self.prediction = encoded(tokenizer, request.prediction)
+        check_ids(self.prompt.tokens, vocab_size_of(loaded.model))
+        num_tokens = len(self.prompt.tokens)
+        if (room := most - num_tokens + 1) < 1:  # the last token is not fed
+            words = f"The prompt has {num_tokens} tokens; there are {most} positions for a text."
+            raise RequestError(words, "context_length_exceeded", num_tokens, most)
+        self.max_tokens = min(given(given(request.max_tokens, settings.max_tokens), room), room)
+        self.num_draft_tokens = given(request.num_draft_tokens, self.flags.num_draft_tokens)
+        self.rule = given(request.rule, self.flags.rule)
+        self.grammar = compile_grammar(request, tokenizer)
+
+    def equip(self, models: Models, prefixes: Prefixes, draft_caches: Prefixes) -> None:
         """Make all that the text is written with; raises what is wrong.
 
         draft_caches: where draft models keep theirs.
         """
-        self.ticket, self.loaded, self.flags = ticket, loaded, models.flags
-        self.written, self.events = list[int](), list[Event]()
-        self.stats: SpeculationStats | None = None
-        self.num_cached = 0
-        self.is_begun = self.is_batched = False
-        request, tokenizer, settings = ticket.request, loaded.tokenizer, models.settings
-        prepared, ticket.prepared = ticket.prepared, None
-        if prepared is None or prepared.loaded is not loaded:
-            prepared = prepare(request, loaded, settings)
-        self.prompt = prepared.prompt
-        tokens, vocab_size = self.prompt.tokens, vocab_size_of(loaded.model)
-        check_ids(tokens, vocab_size)
-        num_tokens, most = len(tokens), loaded.longest_text
-        if (room := most - num_tokens + 1) < 1:  # the last token is not fed
-            words = f"The prompt has {num_tokens} tokens; there are {most} positions for a text."
-            raise RequestError(words, "context_length_exceeded", num_tokens, most)
-        wanted = given(request.max_tokens, settings.max_tokens)
-        self.max_tokens = min(given(wanted, room), room)
-        self.num_draft_tokens = given(request.num_draft_tokens, self.flags.num_draft_tokens)
-        self.rule = given(request.rule, self.flags.rule)
-        self.sampling = sampling_for(
-            Sampling(**{**loaded.sampling, **request.sampling}), tokenizer, vocab_size
-        )
-        self.processors: list[LogitsProcessor] = make_logits_processors(**request.penalties)
+        self.prefixes = prefixes
+        request, prompt, loaded = self.request, self.prompt, self.loaded
+        tokenizer, vocab_size = loaded.tokenizer, vocab_size_of(loaded.model)
+        sampling = Sampling(**{**loaded.sampling, **request.sampling})
+        self.sampling = sampling_for(sampling, tokenizer, vocab_size)
         check_bias(request.penalties.get("logit_bias"), vocab_size)
+        self.processors = make_logits_processors(**request.penalties)
         self.drafter, self.drafter_name = models.drafter(request, loaded)
         if self.drafter is not None:
-            if prepared.prediction:
-                self.drafter = predicting(self.drafter, prepared.prediction)
+            if self.prediction:
+                self.drafter = predicting(self.drafter, self.prediction)
             self.drafter = keeping_caches(self.drafter, draft_caches)
-        thought, budget = self.prompt.thought, request.thought_budget
+        thought, budget = prompt.thought, request.thought_budget
         if thought is not None and budget is not None and budget < self.max_tokens:
-            self.processors.append(ThoughtBudget(thought, budget, num_tokens))
-        elif prepared.grammar is None:
+            self.processors.append(ThoughtBudget(thought, budget, len(prompt.tokens)))
+        elif self.grammar is None:
             thought = None  # the text alone tells where it ends
-        if prepared.grammar is not None:
-            guarded = GuardedGrammar(prepared.grammar, tokenizer, num_tokens, thought)
+        if self.grammar is not None:
+            guarded = GuardedGrammar(self.grammar, tokenizer, len(prompt.tokens), thought)
             self.processors.append(guarded)
             if self.drafter is not None:
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
-        self.state = TextState(tokenizer, request, tokens, self.prompt.in_thought, thought)
+        self.state = TextState(tokenizer, request, prompt.tokens, prompt.in_thought, thought)
 
     @property
     def request(self) -> TextRequest:
@@ -229,20 +224,31 @@ class AskedText:
         inputs = {"input_ids": mx.array([self.prompt.tokens])} if seen is None else seen.inputs
         return embed(self.loaded.model, caches, inputs)
 
-    def begin(self, prefixes: Prefixes) -> tuple[list[Any] | None, int]:
+    def begin(self) -> tuple[list[Any] | None, int]:
         """The caches that are kept of the text, or None, and how much of it they hold.
 
         The client is told, the first time, how much of its prompt need not be read.
         """
         keys = self.keys
-        caches, rest = prefixes.fetch_nearest_cache(self.loaded.place, keys)
+        caches, rest = self.prefixes.fetch_nearest_cache(self.loaded.place, keys)
         num_read = len(keys) - len(rest)
         if not self.is_begun:
             self.is_begun, self.num_cached = True, num_read
-            self.show_progress(num_read)
+            self._show_progress(num_read)
         return caches, num_read
 
-    def show_progress(self, done: int) -> None:
+    def keep(self, num_tokens: int, caches: list[Any], *, has_ended: bool = False) -> None:
+        """Keep caches that hold the first tokens of prompt and text; has_ended: in a file too."""
+        place, held = self.loaded.place, self.keys[:num_tokens]
+        self.prefixes.insert_cache(place, held, caches, has_ended=has_ended)
+
+    def was_read(self, keep: Callable[[AskedText], None], done: int, total: int) -> None:
+        """Note how far the prompt is read. `keep` keeps what could not be gone back to."""
+        self._show_progress(done)
+        if self.loaded.is_stateful and 0 < done < total:
+            keep(self)
+
+    def _show_progress(self, done: int) -> None:
         """Tell the client how much of the prompt is read, unless there is text already."""
         if not self.written:
             total = len(self.prompt.tokens)
@@ -255,6 +261,17 @@ class AskedText:
         logprobs = None if self.request.num_logprobs is None else token.logprobs
         self.events += self.state.add(token.token, logprobs, token.from_draft)
         return self.state.ended is not None
+
+    def give(self, token: Token) -> bool:
+        """Give the client the next token, which may have been taken; True if it is the last."""
+        self.num_given += 1
+        if self.num_given > len(self.written):
+            self.take(token)
+        if self.num_given == len(self.written) and self.has_ended:
+            self.end()
+            return True
+        self.hand_over()
+        return False
 
     def hand_over(self) -> None:
         """Give the client the events so far."""

@@ -28,7 +28,7 @@ from specdec_mlx.draft_length.costs import CURVES, WIDTHS
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Fixed, make_draft_length
 from specdec_mlx.drafters.choosing import choice
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.bench import replay, run, summary, timing
 from specdec_mlx.lab.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
 from specdec_mlx.lab.bench.record import (
@@ -76,7 +76,7 @@ def bench(
     **options: Any,
 ) -> Record:
     model = narrow.model()
-    chosen = DrafterChoice(drafters, NamedModel(options.pop("draft_model", None)))
+    chosen = DrafterChoice(drafters, DraftModel(options.pop("draft_model", None)))
     how = dataclasses.replace(settings, temp=temp)
     contenders = make_contenders(model, chosen, lengths, how, **options)
     return run.run_bench(model, narrow.tasks(num_texts), contenders, how, measure_cost=False)

@@ -18,10 +18,10 @@ import tiny
 import tiny_text
 from selection import FULL, in_one_test
 from specdec_mlx.cli import commands as cli
-from specdec_mlx.lab.bench.prompts import Task
 from specdec_mlx.lab.bench.timing import PLAIN, Contender, Emitted, Sample
 from specdec_mlx.lab.commands import demo
 from specdec_mlx.lab.commands.demo import PAIR, Show
+from specdec_mlx.lab.prompts import Task
 
 TASK = Task("text", "text", [1, 2, 3, 1, 2, 3])
 

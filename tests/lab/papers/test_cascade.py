@@ -23,9 +23,9 @@ from scripted import ScriptedDrafter
 from selection import cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, DraftContext, Step, key_of
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.papers.cascade import CascadeSession
-from specdec_mlx.lab.proof.enumeration import Tokens, state_after
+from specdec_mlx.lab.proof.law import Tokens, state_after
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
@@ -154,7 +154,7 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     assert drafter is not None
     assert key_of(drafter) == key_of(lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3))
     assert key_of(drafter) != key_of(lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2))
-    assert DrafterChoice(["cascade"], NamedModel("M")).ordered == ["cascade"]
+    assert DrafterChoice(["cascade"], DraftModel("M")).ordered == ["cascade"]
     with pytest.raises(ValueError, match="draft-model"):
         sd.drafters.make_drafter("cascade")
 

@@ -25,7 +25,7 @@ from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, GoesOn, Step, key_of
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.lab.papers.vertical_cascade import GuessedDraws, GuessedSession
-from specdec_mlx.lab.proof.enumeration import Tokens, state_after
+from specdec_mlx.lab.proof.law import Tokens, state_after
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
 

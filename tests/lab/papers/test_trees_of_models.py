@@ -15,8 +15,8 @@ import distribution
 import narrow
 import specdec_mlx as sd
 import tiny
-from exact import TARGET, Source, continued, rolled
-from exact_trees import TREE_RULES, ByTreeRule
+from exact import TARGET, ByRule, Source, continued, rolled
+from exact_trees import TREE_RULES
 from heads import HEADS, random_head
 from lossless import PROMPT
 from scripted import ScriptedDrafter
@@ -25,7 +25,7 @@ from specdec_mlx import lab
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, chain
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.lab.papers.trees_of_several import side_by_side
-from specdec_mlx.lab.proof.enumeration import Tokens
+from specdec_mlx.lab.proof.law import Tokens
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.shape import path_to
@@ -87,9 +87,10 @@ def law_of_a_round(rule: Any, parts: Sequence[Part], limit: int, merge: bool = F
         paths = [path_to(row - 1, parents) for row in range(len(parents) + 1)]
         target = np.stack([TARGET.after(0, tuple(tokens[i] for i in path)) for path in paths])
         weight = float(np.prod([chance for chance, _, _ in drawn]))
-        outcomes = ByTreeRule(rule, parents).outcomes(target, tokens, rows[order])
-        for (text, _), chance in outcomes.items():
-            seen[text] = seen.get(text, 0.0) + weight * chance
+        for kept, masses in ByRule(rule, parents).outcomes(target, tokens, rows[order]):
+            for token, chance in enumerate(masses):
+                text = (*kept, token)
+                seen[text] = seen.get(text, 0.0) + weight * chance
     longest = max(map(len, seen))
     own = continued(TARGET, {(): 1.0}, longest)
     return float(np.abs(continued(TARGET, seen, longest) - own).sum() / 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from lossless import noisy_copy
 from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.cli import commands as cli
+from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.exactness.probe import ProbeReport, probe
 from specdec_mlx.lab.commands import check as check_command
 from specdec_mlx.lab.papers.lossy import Lenient
@@ -52,12 +54,10 @@ from specdec_mlx.lab.proof.chi_square import (
     FALSE_ALARM,
     ChiSquare,
     growth_for,
-    noncentral_cdf,
     power,
-    survival,
 )
 from specdec_mlx.lab.proof.drawn import Cells, Draws, check_declared, check_joint
-from specdec_mlx.lab.proof.enumeration import sources
+from specdec_mlx.lab.proof.law import sources
 from specdec_mlx.lab.proof.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.lab.proof.report import CheckReport, Part
 from specdec_mlx.lab.proof.run import run_parts
@@ -266,14 +266,14 @@ def test_the_emitted_distribution_is_exact(
     monkeypatch.setattr(one_step, "MOST_TOKENS", most_tokens)
     random = np.random.default_rng(0)
     for p, q in zip(*random.dirichlet(np.ones(6), size=(2, 20)), strict=True):
-        result = one_step.emitted(rule, p, q)
+        result = one_step.masses_of(rule, p, q)
         tail = np.sort(q)[:-most_tokens].sum()
-        assert result["left_out"] == pytest.approx(tail, abs=1e-12)
-        assert abs(result["distance"]) < 1e-12
-        assert result["bonus_distance"] < 1e-12
+        assert result.left_out == pytest.approx(tail, abs=1e-12)
+        assert abs(result.distance) < 1e-12
+        assert result.bonus_distance < 1e-12
         likeliest = np.where(q >= np.sort(q)[-most_tokens:][0], q, 0)
-        assert result["overlap"] == pytest.approx(np.minimum(p, likeliest / likeliest.sum()).sum())
-        assert result["kept"] == pytest.approx(result["overlap"])
+        assert result.overlap == pytest.approx(np.minimum(p, likeliest / likeliest.sum()).sum())
+        assert result.kept == pytest.approx(result.overlap)
 
 
 SWAPPED = "p and q swapped"
@@ -377,12 +377,14 @@ def joint_of_texts(name: str) -> np.ndarray:
         Rounds(TARGET, replace(drafting, go_on=up_to(length)), ByRule(rule)) for length in (2, 1)
     )
     texts: dict[tuple[int, ...], float] = defaultdict(float)
-    for (tokens, _), chance in two.outcomes_from(0).items():
-        if len(tokens) > 1:
-            texts[tokens] += chance
-            continue
-        for (more, _), chance_of_more in one.outcomes_from(state_after(0, tokens)).items():
-            texts[tokens + more] += chance * chance_of_more
+    for kept, masses in two.outcomes_from(0).items():
+        for token, chance in enumerate(masses):
+            if kept:
+                texts[*kept, token] += chance
+                continue
+            for more, later in one.outcomes_from(state_after(0, (token,))).items():
+                for last, chance_of_more in enumerate(later):
+                    texts[token, *more, last] += chance * chance_of_more
     return continued(TARGET, texts, 3)
 
 
@@ -435,18 +437,19 @@ def test_chi_square_joins_rare_cells_and_sees_the_impossible() -> None:
     assert power(wrong, right) == pytest.approx(1 - math.exp(-2), abs=1e-3)
 
 
-def test_the_chances_of_chi_square_statistics_are_scipys() -> None:
-    """Far into the tail, for few and many degrees of freedom, at nothing and at infinity."""
-    freedoms, quantiles = (1, 2, 3, 8, 41, 300, 1_001), (0.999, 0.5, 1e-3, 1e-12, 1e-200)
-    for freedom in freedoms:
-        for quantile in quantiles:
-            statistic = stats.chi2.isf(quantile, freedom)
-            assert survival(freedom, statistic) == pytest.approx(quantile, rel=1e-9)
-        assert (survival(freedom, 0.0), survival(freedom, math.inf)) == (1, 0)
-        limit = stats.chi2.isf(FALSE_ALARM, freedom)
-        for shift in (0.0, 0.5, 30.0, 2_000.0, 1e9):
-            expected = stats.ncx2.cdf(limit, freedom, shift) if shift else 1 - FALSE_ALARM
-            assert noncentral_cdf(limit, freedom, shift) == pytest.approx(expected, abs=1e-9)
+@in_one_test("temp", [0.0, 1.0])
+def test_without_scipy_the_pip_command_is_named_before_any_work(
+    temp: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At temperature 0 nothing is drawn, and the check needs no statistics."""
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setattr(run_module, "run_parts", lambda *_: PARTS[:1])
+    options: dict[str, Any] = {"drafter": "ngram", "prompts": PROMPTS, "progress": False}
+    if temp == 0:
+        assert lab.check(model(), None, **options).passed
+        return
+    with pytest.raises(MissingPackageError, match=r"pip install 'specdec-mlx\[lab\]'"):
+        lab.check(model(), None, sampler=sd.Sampling(temp), **options)
 
 
 # What is remembered -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import specdec_mlx as sd
 from selection import FULL, in_one_test
 from serving import chat, serving, text_of
 from specdec_mlx.contracts import Features, key_of
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM
@@ -260,7 +260,7 @@ def test_a_server_makes_what_learns_on_for_its_target(folder, loaded, draft):
     """One for all requests, with the options of the server's flags; for another model that it loads
     it goes on from what was learnt.
     """
-    choice = DrafterChoice(["ngram", "model:greedy=true"], NamedModel(str(draft)))
+    choice = DrafterChoice(["ngram", "model:greedy=true"], DraftModel(str(draft)))
     flags = Flags(choice, online=True)
     models = Models(ServerSettings(flags=flags))
 
@@ -338,12 +338,12 @@ def test_a_command_learns_and_saves_at_its_end(folder, draft):
 
 def test_a_server_learns_from_one_conversation_to_the_next(folder, draft, monkeypatch):
     """Its texts are plain decoding's, also on the caches of an earlier turn."""
-    learner = Learner(NamedModel(draft))
+    learner = Learner(DraftModel(draft))
 
     class TheSame:
         check = staticmethod(Learner.check)
 
-        def __call__(self, model: NamedModel) -> Learner:
+        def __call__(self, model: DraftModel) -> Learner:
             return learner
 
     monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.flags.learners", TheSame)

@@ -307,8 +307,8 @@ def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded: Loaded, tm
     drafter: Any = load_model(tmp_path)[0] if kind == "draft" else tmp_path
     drafted, kept = 0, 0
     for prompt in read_prompts(plan.data.held_out, tokenizer):
-        options: Any = {"drafter": None, "num_draft_tokens": 3, "max_tokens": 160 - len(prompt)}
-        text = sd.generate(target, tokenizer, prompt, draft_model=drafter, **options)
+        options: Any = {"num_draft_tokens": 3, "max_tokens": 160 - len(prompt)}
+        text = sd.generate(target, tokenizer, prompt, drafter=drafter, **options)
         drafted += text.stats.drafted
         kept += text.stats.accepted
     assert printed.num_drafts > 20
@@ -466,8 +466,8 @@ def test_what_is_saved_loads_and_is_lossless(kind, trained: Trained, loaded: Loa
         assert str(out) in drafter.describe()
         suffixes = sorted(path.suffix for path in out.iterdir())
         assert suffixes == 3 * [".json"] + [".safetensors"]
-        assert sd.generate(target, tokenizer, draft_model=out, **options) == plain
-    assert sd.generate(target, tokenizer, draft_model=drafter, **options) == plain
+        assert sd.generate(target, tokenizer, drafter=out, **options) == plain
+    assert sd.generate(target, tokenizer, drafter=drafter, **options) == plain
 
 
 def test_a_prediction_layer_may_choose_among_fewer_tokens(trained: Trained, loaded: Loaded):

@@ -1,8 +1,9 @@
 """From what a user gives to a drafter: the one place that decides who drafts.
 
-The rule, in Python and in every command: a draft model competes with look-up for each draft. A
-drafter that is named is asked before the model instead; where a named one takes the model itself,
-as "model" does, the names are all that drafts.
+A user gives a drafter, the name of one with options, a loaded model, or the folder or Hugging Face
+repository of a model or of a trained head. Several of them compete for each draft. A draft model
+that is given besides competes with them, unless one of the drafters is made of it, as "model" and
+"cascade" are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,38 +20,36 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.arguments import AUTO, is_place, make_with, name_in, split_spec, wrong
 from specdec_mlx.arguments import add_lighter_arguments as add_lighter_arguments
-from specdec_mlx.arguments import make_with, name_in, split_spec
 from specdec_mlx.contracts import Drafter, check_is_drafter
 from specdec_mlx.drafters.choosing.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
     NO_DRAFTER,
     drafter_names,
-    first_of,
     make_drafter,
     takes,
     takes_model,
 )
-from specdec_mlx.drafters.first_of import BestOf, FirstOf
+from specdec_mlx.drafters.default import default_drafter
+from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.models.loading import load_model
 
-AUTO = "auto"
-
-Named = Any
-"""A drafter, or the name of one with options, "ngram:max_order=3"; what else is given is refused
-where it is made, with a sentence."""
+AnyDrafter = Drafter | nn.Module | str | Path | list[Any] | None
+"""What `drafter=` takes: a drafter, the name of one, a loaded model, the folder or repository of a
+model or of a head, or a list of these; None for plain decoding."""
 
 
 @dataclass
-class NamedModel:
-    """A draft model, the folder or name of one or of a trained head, or what else drafts.
+class DraftModel:
+    """A loaded model, or the folder or Hugging Face repository of a model or of a trained head.
 
-    A model that is named is loaded once. layers: draft with its first ones only.
+    A model that is named is loaded once. layers: draft with its first layers only.
     """
 
     name: Any = None
@@ -60,13 +59,6 @@ class NamedModel:
     def flags(self) -> dict[str, str]:
         """What makes it lighter, by the flag that asks for it."""
         return {} if self.layers is None else {"--draft-layers": str(self.layers)}
-
-    @property
-    def drafter(self) -> Named:
-        """What stands for it among the drafters: a drafter for itself, a model by a name."""
-        is_name = isinstance(self.name, str) and name_in(self.name) in drafter_names()
-        is_model = isinstance(self.name, str | Path | nn.Module) and not is_name
-        return MODEL_DRAFTER if is_model else self.name
 
     @cached_property
     def is_head(self) -> bool:
@@ -89,7 +81,7 @@ class NamedModel:
         if isinstance(self.name, str | Path):
             self.__dict__.pop("pair", None)
 
-    def make(self, spec: str, target: nn.Module | None = None) -> Drafter | None:
+    def make(self, spec: str = MODEL_DRAFTER, target: nn.Module | None = None) -> Drafter | None:
         """The drafter of a name that stands for this model, for a target, which a head needs.
 
         Raises ValueError as `make_drafter`, and ModelFolderError, HeadError and DraftModelError for
@@ -97,8 +89,6 @@ class NamedModel:
         """
         if not self.is_head:
             model, tokenizer = self.pair
-            if spec == MODEL_DRAFTER and isinstance(model, Drafter):
-                return model
             return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
         if target is None:
             raise HeadError(
@@ -119,48 +109,50 @@ class NamedModel:
 class DrafterChoice:
     """A user's choice of what drafts.
 
-    drafters: in order; ("auto",) is the default, () is none. model: a draft model besides. memory:
-    for the drafters that take one. learner: (target, spec) -> the drafter of a model that learns
-    on; None: it does not.
+    drafters: what competes; ("auto",) is the default, () is none. model: a draft model besides.
+    memory: for the drafters that take one. learner: (target, spec) -> the drafter of a model that
+    learns on; None: it does not.
     """
 
-    drafters: Sequence[Named] = (DEFAULT_DRAFTER,)
-    model: NamedModel = field(default_factory=NamedModel)
+    drafters: Sequence[Any] = (DEFAULT_DRAFTER,)
+    model: DraftModel = field(default_factory=DraftModel)
     memory: Memory | None = None
     learner: Callable[[nn.Module | None, str], Drafter] | None = None
 
     @property
-    def ordered(self) -> list[Named]:
+    def ordered(self) -> list[Any]:
         """All that draft, the draft model the last unless it is named among them."""
-        given = [one for one in self.drafters if one != NO_DRAFTER]
-        if self.model.name is not None and not self.names_model:
-            given.append(self.model.drafter)
-        return given
+        given = [one for one in self.drafters if one is not None and one != NO_DRAFTER]
+        return given if self.model.name is None or self.names_model else [*given, MODEL_DRAFTER]
 
     @property
     def names_model(self) -> bool:
         """True if one of the drafters is made of the draft model."""
-        return any(map(is_of_model, self.drafters))
+        return any(isinstance(one, str) and takes_model(name_in(one)) for one in self.drafters)
+
+    @property
+    def waits_for_target(self) -> bool:
+        """True if one of the models may be a trained head, which is made for a target."""
+        return self.model.is_head or any(map(is_place_of_model, self.drafters))
 
     def resolve(self, target: nn.Module | None = None) -> Drafter | None:
         """The drafter, for a target, which trained heads need; None for plain decoding."""
-        return self.combined([self.make(one, target) for one in self.ordered])
-
-    def combined(self, parts: Sequence[Drafter | None]) -> Drafter | None:
-        """The drafters of `ordered` as one: they compete if none but the default was named."""
-        competes = list(self.drafters) == [DEFAULT_DRAFTER]
-        return first_of(parts, BestOf if competes else FirstOf)
+        return best_of([self.make(one, target) for one in self.ordered])
 
     def make(
-        self, one: Named, target: nn.Module | None = None, memory: Memory | None = None
+        self, one: Any, target: nn.Module | None = None, memory: Memory | None = None
     ) -> Drafter | None:
         """One of the drafters; memory: in place of the choice's own."""
+        memory = self.memory if memory is None else memory
+        if one == DEFAULT_DRAFTER:
+            return default_drafter(memory)
+        if isinstance(one, nn.Module | Path) or (isinstance(one, str) and is_place_of_model(one)):
+            return DraftModel(one).make(target=target)
         if not isinstance(one, str):
             check_is_drafter(one)
             drafter: Drafter | None = one
             return drafter
-        name, memory = name_in(one), self.memory if memory is None else memory
-        if not takes_model(name):
+        if not takes_model(name := name_in(one)):
             takes_it = memory is not None and takes(name, "memory")
             return make_drafter(one, memory=memory) if takes_it else make_drafter(one)
         return self.learner(target, one) if self.learner else self.model.make(one, target)
@@ -168,17 +160,31 @@ class DrafterChoice:
     def each(self) -> dict[str, DrafterChoice]:
         """The choice of each named drafter alone, as benchmarks compare them, around one model."""
         # where a name stands for it
-        others = NamedModel() if self.names_model else self.model
+        others = DraftModel() if self.names_model else self.model
         return {
-            spec: replace(self, drafters=(spec,), model=self.model if is_of_model(spec) else others)
+            spec: replace(
+                self, drafters=(spec,), model=self.model if takes_model(name_in(spec)) else others
+            )
             for spec in self.drafters
             if isinstance(spec, str)
         }
 
 
-def is_of_model(one: Named) -> bool:
-    """True for the name of a drafter that is made of the draft model."""
-    return isinstance(one, str) and takes_model(name_in(one))
+def best_of(drafters: Iterable[Drafter | None]) -> Drafter | None:
+    """The drafters as one, for each draft of which they compete; None if there is none."""
+    some = [drafter for drafter in drafters if drafter is not None]
+    return BestOf(*some) if len(some) > 1 else next(iter(some), None)
+
+
+def is_place_of_model(one: Any) -> bool:
+    """True for the folder or repository of a model or a head, False for a drafter's name."""
+    is_name = isinstance(one, str) and name_in(one) in drafter_names()
+    return isinstance(one, str | Path) and not is_name and is_place(str(one))
+
+
+def waits_for_model(one: Any) -> bool:
+    """True for a drafter that is made of a model, by the name of the drafter or of the model."""
+    return isinstance(one, str) and (takes_model(name_in(one)) or is_place_of_model(one))
 
 
 def resolve(
@@ -186,16 +192,29 @@ def resolve(
 ) -> Drafter | None:
     """The drafter that Python's two arguments name; None for plain decoding.
 
-    draft_model: a model, the folder or Hugging Face name of one or of a trained head, or what
-    `drafter` takes; "auto" for what fits the model that the tokenizer was loaded with, see
-    `candidates.choose_for`. target: the model to draft for, which heads need. Raises
-    UnknownNameError, ModelFolderError, HeadError for a head that does not fit the target, and
-    ValueError for what is neither.
+    Args:
+        drafter: a drafter, the name of one with options, a loaded model, the folder or Hugging Face
+            repository of a model or of a head, or a list of these, which compete.
+        draft_model: a loaded model, which competes with them; "auto" for what is found here for the
+            model that the tokenizer was loaded with, see `candidates.choose_for`.
+        target: the model to draft for, which heads need.
+        tokenizer: the target's.
+
+    Raises:
+        UnknownNameError: no drafter has this name, and it is no place of a model.
+        ModelFolderError, HeadError: a model is not there, or a head does not fit the target.
+        ValueError: for anything else.
     """
     place, log = getattr(tokenizer, "name_or_path", ""), logging.getLogger(__name__)
-    draft_model = found_for(place, draft_model, log.warning)
-    given = () if drafter is None else (drafter,)
-    return DrafterChoice(given, NamedModel(draft_model)).resolve(target)
+    if isinstance(draft_model, str | Path) and name_in(str(draft_model)) != AUTO:
+        instead = f"a loaded model. To draft with what is there, give drafter={str(draft_model)!r}"
+        raise wrong("draft_model", draft_model, instead)
+    if not isinstance(draft_model, nn.Module | str | None):
+        instead = "a loaded model: of mlx_lm.load(...) the first. A drafter is given as drafter="
+        raise wrong("draft_model", draft_model, instead)
+    drafters = drafter if isinstance(drafter, list) else [drafter]
+    model = DraftModel(found_for(place, draft_model, log.warning))
+    return DrafterChoice(drafters, model).resolve(target)
 
 
 def found_for(model: str | None, given: Any, say: Callable[[str], object]) -> Any:
@@ -216,14 +235,14 @@ def found_for(model: str | None, given: Any, say: Callable[[str], object]) -> An
     return choice.found
 
 
-def named_model(arguments: argparse.Namespace) -> NamedModel:
+def named_model(arguments: argparse.Namespace) -> DraftModel:
     """The draft model of a command's flags; DraftModelError where none is named to be lightened.
 
     `--draft-model auto` becomes the name of what was found.
     """
     target, say = getattr(arguments, "model", None), partial(print, file=sys.stderr)
     arguments.draft_model = found_for(target, arguments.draft_model, say)
-    model = NamedModel(arguments.draft_model, arguments.draft_layers)
+    model = DraftModel(arguments.draft_model, arguments.draft_layers)
     if model.flags and not arguments.draft_model:
         raise DraftModelError(f"{', '.join(model.flags)}: give --draft-model MODEL as well.")
     return model

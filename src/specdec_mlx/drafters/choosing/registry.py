@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -20,10 +19,8 @@ from specdec_mlx.arguments import DEFAULT_DRAFTER as DEFAULT_DRAFTER
 from specdec_mlx.arguments import DRAFTER_GROUP as GROUP
 from specdec_mlx.arguments import MODEL_DRAFTER as MODEL_DRAFTER
 from specdec_mlx.arguments import NO_DRAFTER as NO_DRAFTER
-from specdec_mlx.arguments import help_on, installed, load, make_with, split_spec
+from specdec_mlx.arguments import PLACES, help_on, installed, load, make_with, split_spec, unknown
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.errors import UnknownNameError
 
 
 def drafter_names() -> list[str]:
@@ -69,7 +66,7 @@ def make_drafter(
     if name not in drafter_names():
         _entries.cache_clear()  # it may have been installed a moment ago
     if name not in drafter_names():
-        raise UnknownNameError(f"Unknown drafter {name!r}. Known: {', '.join(drafter_names())}.")
+        raise unknown("drafter", name, drafter_names(), PLACES)
     options = given | options
     if name == NO_DRAFTER:
         if options:
@@ -100,12 +97,6 @@ def takes(name: str, argument: str) -> bool:
 def takes_model(name: str) -> bool:
     """True for the name of a drafter with a draft model, or a trained head, as its `model`."""
     return takes(name, "model")
-
-
-def first_of(drafters: Sequence[Drafter | None], kind: type[FirstOf] = FirstOf) -> Drafter | None:
-    """One drafter of several, which asks them in order; None if there is none among them."""
-    some = [drafter for drafter in drafters if drafter is not None]
-    return kind(*some) if len(some) > 1 else next(iter(some), None)
 
 
 @functools.cache

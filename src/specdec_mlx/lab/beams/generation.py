@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -13,12 +12,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from specdec_mlx.arguments import whole
 from specdec_mlx.contracts import (
     DraftContext,
-    Drafter,
     ReadsTarget,
     all_drafters,
     check_drafter_fits,
 )
-from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.generation import Prompt, encode, loaded
@@ -66,8 +64,8 @@ def beam_search(
     prompt: Prompt,
     num_beams: int = 4,
     max_tokens: int = 128,
-    drafter: Drafter | str | None = DEFAULT_DRAFTER,
-    draft_model: nn.Module | Drafter | str | Path | None = None,
+    drafter: AnyDrafter = DEFAULT_DRAFTER,
+    draft_model: nn.Module | str | None = None,
     num_draft_tokens: int | str = "auto",
     length_penalty: float = 0.0,
     prefill_step_size: int = 2048,

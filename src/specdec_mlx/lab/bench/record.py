@@ -20,9 +20,9 @@ from mlx.utils import tree_flatten
 from specdec_mlx.cli.blas import blas_name
 from specdec_mlx.files import read_text
 from specdec_mlx.lab.bench.cost import CostCurve
-from specdec_mlx.lab.bench.prompts import Task, encode_messages, read_lines
 from specdec_mlx.lab.bench.summary import Difference, Result
 from specdec_mlx.lab.bench.timing import Sample
+from specdec_mlx.lab.prompts import Task, encode_messages, read_lines
 from specdec_mlx.lab.tables import markdown_table, table_html
 from specdec_mlx.stats.account import Row, Rows
 

@@ -9,10 +9,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
-from specdec_mlx.lab.bench import prompts
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
+from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.cost import CostMeter
-from specdec_mlx.lab.bench.prompts import Prompt, Task
 from specdec_mlx.lab.bench.record import Record, RecordedText, describe_dtype, describe_machine
 from specdec_mlx.lab.bench.summary import find_differences, reference_texts, summarise
 from specdec_mlx.lab.bench.timing import (
@@ -22,6 +21,7 @@ from specdec_mlx.lab.bench.timing import (
     make_contenders,
     run_interleaved,
 )
+from specdec_mlx.lab.prompts import Prompt, Task
 from specdec_mlx.progress import progress_bar
 
 
@@ -102,7 +102,7 @@ def bench_texts(
         for kind, messages in texts.items()
         for i, text in enumerate(messages)
     ]
-    choice = DrafterChoice(drafters, NamedModel(draft_model))
+    choice = DrafterChoice(drafters, DraftModel(draft_model))
     settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
     how = replace(settings, temp=temp)
     contenders = make_contenders(model, choice, draft_lengths, how, tokenizer, rules)

@@ -18,9 +18,9 @@ from mlx_lm.generate import generate_step
 
 from specdec_mlx.exactness.probe import probe
 from specdec_mlx.exactness.rounding import near_tie
-from specdec_mlx.lab.bench.prompts import Task
 from specdec_mlx.lab.bench.timing import PLAIN, Sample, Way
 from specdec_mlx.lab.counterfactual import ratio_of
+from specdec_mlx.lab.prompts import Task
 
 ALL = "all"
 

@@ -19,7 +19,7 @@ from specdec_mlx.arguments import parse_draft_length, whole
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.choice import DrafterChoice
-from specdec_mlx.lab.bench.prompts import Task
+from specdec_mlx.lab.prompts import Task
 from specdec_mlx.loop import speculate
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import Sampling

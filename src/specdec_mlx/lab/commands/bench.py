@@ -24,12 +24,12 @@ from specdec_mlx.arguments import (
 )
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.lab.bench import prompts
-from specdec_mlx.lab.bench.prompts import Task
+from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.record import format_record, read_sessions, save_record
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.prompts import Task
 from specdec_mlx.models.loading import load_target
 from specdec_mlx.rules import make_rule
 

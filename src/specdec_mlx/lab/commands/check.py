@@ -11,8 +11,8 @@ import mlx.core as mx
 from specdec_mlx.arguments import argument, existing_file, new_file, parse_draft_length
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.lab.bench.prompts import read_prompts
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.prompts import read_prompts
 from specdec_mlx.lab.proof.run import BUDGET, check
 from specdec_mlx.models.loading import load_target
 from specdec_mlx.sampling import Sampling
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     )
     names: dict[str, Any] = {
         "model": model_name,
-        "drafter": " then ".join(map(str, choice.drafters)),
+        "drafter": " and ".join(map(str, choice.drafters)),
     }
     if choice.model.name is not None:
         names |= {"draft_model": choice.model.name, **choice.model.flags}

@@ -41,7 +41,6 @@ from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import SpeculativeResponse, stream_generate
 from specdec_mlx.lab import demo_model
-from specdec_mlx.lab.bench.prompts import Task, encode_chat
 from specdec_mlx.lab.bench.record import describe_dtype, describe_machine
 from specdec_mlx.lab.bench.summary import ALL, Result, find_differences, summarise
 from specdec_mlx.lab.bench.timing import (
@@ -57,6 +56,7 @@ from specdec_mlx.lab.bench.timing import (
     take_turns,
 )
 from specdec_mlx.lab.pair import held_out_openings, load_pair
+from specdec_mlx.lab.prompts import Task, encode_chat
 from specdec_mlx.models.loading import load_model
 
 CODE = """\

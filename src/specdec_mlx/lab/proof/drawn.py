@@ -31,6 +31,7 @@ from specdec_mlx.lab.proof.chi_square import (
     growth_for,
     power,
 )
+from specdec_mlx.lab.proof.law import total_variation as distance
 from specdec_mlx.lab.proof.one_step import (
     DRAFT_FAULTS,
     VARIANTS,
@@ -51,7 +52,6 @@ from specdec_mlx.lab.proof.subject import (
     probabilities,
     with_remembered_models,
 )
-from specdec_mlx.lab.proof.subject import total_variation as distance
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.rules import tree_rule_for
 

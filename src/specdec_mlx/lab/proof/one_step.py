@@ -1,23 +1,20 @@
-r"""The exact distribution of one step: what is emitted after a text, whatever was drafted.
+"""The exact distribution of one step: what is emitted after a text, whatever was drafted.
 
-For a draft token drawn from q, kept with chance a(x), and else replaced by a draw from r, what is
-emitted follows $q(y) a(y) + \sum_x q(x) (1 - a(x)) r(y | x)$, the sum taken over every possible
-draft token, and that must be the target's p. Both p and q are those of the user's own models; a and
-r are asked of the rule, in float64.
+Both p and q are those of the user's own models; see `law` for the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec_mlx.contracts import AcceptanceRule, rule_for
+from specdec_mlx.lab.proof.law import ByRule, total_variation
 from specdec_mlx.lab.proof.report import Finding
-from specdec_mlx.lab.proof.subject import Place, Probs, Subject, Work, total_variation, walk
+from specdec_mlx.lab.proof.subject import Place, Probs, Subject, Work, walk
 from specdec_mlx.rules import CoinRule, capped_ratio, residual
 
 Masses = tuple[Probs, Probs, Probs]
@@ -82,48 +79,17 @@ TOLERANCE = 1e-9
 MOST_TOKENS = 1500
 """Draft tokens that may be drawn in one place, the likeliest; the mass of the others is stated."""
 
-NUMBERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "largest_total_variation": ("distance", max),
-    "largest_of_the_token_after": ("bonus_distance", max),
-    "draft_mass_left_out": ("left_out", max),
-    "expected_acceptance": ("kept", np.mean),
-    "sum_of_min_p_q": ("overlap", np.mean),
-}
-"""Number of the part -> the result of each place that it is made of, and how."""
-
-
-def ends(
-    rule: CoinRule,
-    target_probs: np.ndarray,
-    tokens: tuple[int, ...],
-    probs: np.ndarray,
-    to: Callable[[Any], Any] = np.asarray,
-) -> Iterator[tuple[int, float, np.ndarray]]:
-    """Number kept of a draft [K], its chance, and the distribution [V] of the token after.
-
-    to: makes the arrays that the rule computes with.
-    """
-    given = to(target_probs), to(np.array(tokens, int)), to(probs)
-    coins = np.array(list(product([False, True], repeat=len(tokens))), bool)
-    heads = np.array(rule.accept_probs(*given), np.float64)
-    chances = np.where(coins, heads, 1 - heads).prod(axis=1)  # coins are independent
-    for n, chance in enumerate(
-        np.bincount([int(rule.num_accepted(to(c))) for c in coins], chances)
-    ):
-        if chance > 0:
-            yield n, float(chance), np.array(rule.next_probs(*given, to(n)), np.float64)
-
 
 def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
     """The exact distribution at places along texts of the target's own, which `steps` takes."""
-    seen: list[tuple[AcceptanceRule, dict[str, Any]]] = []
+    seen: list[tuple[AcceptanceRule, StepResult]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
         for step in walk(replace(subject, seed=subject.seed + i), prompt, STEPS):
             steps.append(step)
             work.say(len(steps))
             rule = rule_for(subject.rule, step.draft)
             if isinstance(rule, CoinRule) and step.draft_probs is not None:
-                seen.append((rule, emitted(rule, step.target_probs, step.draft_probs)))
+                seen.append((rule, masses_of(rule, step.target_probs, step.draft_probs)))
             if len(steps) > STEPS // 2 and not work.has_time():
                 break
     num_drafts = sum(step.draft_probs is not None for step in steps)
@@ -136,56 +102,77 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
         verdict = "Only the target's own draws are emitted here (rule match or coupled), whatever "
         verdict += "is drafted; the joint distribution is tested below."
         return Finding("not applicable", verdict, numbers)
-    for name, (key, combined) in NUMBERS.items():
-        numbers[name] = float(combined([result[key] for _, result in seen]))
-    rule, worst = max(seen, key=lambda entry: entry[1]["furthest"])
-    furthest = worst["furthest"]
-    if furthest < TOLERANCE:
+    *_, results = zip(*seen, strict=True)
+    distances, bonus_distances, left_out, kept, overlaps, _ = zip(*results, strict=True)
+    numbers |= {
+        "largest_total_variation": max(distances),
+        "largest_of_the_token_after": max(bonus_distances),
+        "draft_mass_left_out": max(left_out),
+        "expected_acceptance": float(np.mean(kept)),
+        "sum_of_min_p_q": float(np.mean(overlaps)),
+    }
+    rule, worst = max(seen, key=lambda entry: entry[1].furthest)
+    if worst.furthest < TOLERANCE:
         verdict = f"In {len(seen)} places the distribution of the emitted token, summed over every "
         return Finding("passed", f"{verdict}draft token, is the target's.", numbers)
     verdict = (
         f"Rule {rule.name!r} changes the distribution of the text by a total variation of "
-        f"{furthest:.2g}: this is {worst['fault'] or 'none of the named faults'}. Use "
+        f"{worst.furthest:.2g}: this is {worst.fault or 'none of the named faults'}. Use "
         "rule='auto', or mend the rule."
     )
     return Finding("failed", verdict, numbers)
 
 
-def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str, Any]:
-    """Result of a rule on all drafts of one token; p and q are [V], q cut to its likeliest tokens.
+class StepResult(NamedTuple):
+    """Result of a rule on all drafts of one token.
 
     distance: total variation of what is emitted from p; bonus_distance: of the token after a draft
     accepted whole. left_out: draft mass of tokens that were not drawn. kept: chance that the draft
     token is kept. overlap: sum of min(p, q), the largest lossless chance. fault: the named fault
     that emits the same, or None.
     """
+
+    distance: float
+    bonus_distance: float
+    left_out: float
+    kept: float
+    overlap: float
+    fault: str | None
+
+    @property
+    def furthest(self) -> float:
+        """The larger distance."""
+        return max(self.distance, self.bonus_distance)
+
+
+def masses_of(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> StepResult:
+    """What a rule emits with p and q [V], q cut to its likeliest tokens."""
     support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
-    p, q = target_probs[support], draft_probs[support]
-    likeliest = np.argsort(-q, kind="stable")[:MOST_TOKENS]
-    left_out = max(0.0, 1 - float(q[likeliest].sum()))
-    drawn = np.zeros(len(q))
-    drawn[likeliest] = q[likeliest]
-    q = normalised(drawn, p)
-    kept, again, after = np.zeros(len(p)), np.zeros(len(p)), p
-    for x in likeliest[q[likeliest] > 0]:
-        for n, chance, probs in ends(rule, np.stack([p, p]), (int(x),), q[None]):
-            if n == 0:
-                again += q[x] * chance * normalised(probs, p)
-            else:
-                after = normalised(probs, p) if not kept.any() else after
-                kept[x] = q[x] * chance
+    p, drawn = target_probs[support], draft_probs[support]
+    likeliest = np.argsort(-drawn, kind="stable")[:MOST_TOKENS]
+    q = np.zeros_like(drawn)
+    q[likeliest] = drawn[likeliest]
+    left_out = max(0.0, 1 - float(q.sum()))
+    q = normalised(q, p)
+    kept, again, after = np.zeros_like(p), np.zeros_like(p), p
+    deciding, rows = ByRule(rule), np.stack([p, p])
+    for x in np.flatnonzero(q).tolist():
+        for emitted, masses in deciding.outcomes(rows, (x,), q[None]):
+            if not emitted:
+                again += q[x] * masses
+                continue
+            after = after if kept.any() else normalised(masses, p)
+            kept[x] = q[x] * masses.sum()
     faults = (
         name
         for name, variant in VARIANTS.items()
         if np.allclose((kept, again, after), variant(p, q), atol=TOLERANCE)
     )
-    distance, bonus_distance = (total_variation(kept + again, p), total_variation(after, p))
-    return {
-        "distance": distance,
-        "bonus_distance": bonus_distance,
-        "furthest": max(distance, bonus_distance),
-        "left_out": left_out,
-        "kept": float(kept.sum()),
-        "overlap": float(np.minimum(p, q).sum()),
-        "fault": next(faults, None),
-    }
+    return StepResult(
+        total_variation(kept + again, p),
+        total_variation(after, p),
+        left_out,
+        float(kept.sum()),
+        float(np.minimum(p, q).sum()),
+        next(faults, None),
+    )

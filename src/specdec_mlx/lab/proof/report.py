@@ -82,31 +82,13 @@ class CheckReport(Rows):
             return f"INCOMPLETE: {', '.join(skipped)} had not enough to go on. See there."
         return "PASSED: what is emitted is the target's own text."
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        return {
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "seconds": self.seconds,
-            "settings": self.settings,
-            "parts": [asdict(part) | {"passed": part.passed} for part in self.parts],
-        }
-
     def rows(self) -> list[Row]:
         """A row for each part; each of its single numbers is a column, lists and tables are not."""
+        names = ("status", "passed", "verdict", "seconds")
         return [
-            {
-                "part": part.name,
-                "status": part.status,
-                "passed": part.passed,
-                "verdict": part.verdict,
-                "seconds": part.seconds,
-                **{
-                    name: value
-                    for name, value in part.numbers.items()
-                    if not isinstance(value, list | dict)
-                },
-            }
+            {"part": part.name}
+            | {name: getattr(part, name) for name in names}
+            | {k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)}
             for part in self.parts
         ]
 
@@ -118,7 +100,10 @@ class CheckReport(Rows):
 
     def to_json(self) -> str:
         """JSON text, one line an entry."""
-        return json.dumps(self.as_dict(), indent=2) + "\n"
+        names = ("passed", "verdict", "seconds", "settings")
+        parts = [asdict(part) | {"passed": part.passed} for part in self.parts]
+        whole = {name: getattr(self, name) for name in names} | {"parts": parts}
+        return json.dumps(whole, indent=2) + "\n"
 
     def __str__(self) -> str:
         """The settings, a line or two a part with its numbers below, and the verdict."""

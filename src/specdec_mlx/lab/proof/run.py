@@ -13,16 +13,17 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.arguments import whole
-from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
+from specdec_mlx.contracts import AcceptanceRule, all_drafters, models_of
 from specdec_mlx.draft_length.value import make_draft_length
-from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.exactness.probe import ProbeReport
-from specdec_mlx.lab.bench.prompts import encode_chat, read_prompts
+from specdec_mlx.lab.prompts import encode_chat, read_prompts
 from specdec_mlx.lab.proof import drawn, one_step
 from specdec_mlx.lab.proof import texts as texts_of_parts
+from specdec_mlx.lab.proof.chi_square import scipy
 from specdec_mlx.lab.proof.report import CheckReport, Finding, Part
 from specdec_mlx.lab.proof.subject import Place, Subject, Work
 from specdec_mlx.models.anatomy import vocab_size_of
@@ -33,7 +34,7 @@ from specdec_mlx.sampling import Sampler, Sampling, read_sampler
 
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
-"""Short ones of the benchmark's own: a prompt costs a prefill of each model, several times over."""
+"""Short ones of our own: a prompt costs a prefill of each model, several times over."""
 
 ONE_STEP, JOINT, DECLARED = (f"{what} distribution" for what in ("one-step", "joint", "declared"))
 """Parts about what is drawn."""
@@ -43,8 +44,8 @@ def check(
     model: nn.Module,
     tokenizer: Any,
     *,
-    drafter: Drafter | str | None = DEFAULT_DRAFTER,
-    draft_model: nn.Module | Drafter | str | None = None,
+    drafter: AnyDrafter = DEFAULT_DRAFTER,
+    draft_model: nn.Module | str | None = None,
     sampler: Sampler | Sampling | None = None,
     rule: str | AcceptanceRule = "auto",
     num_draft_tokens: int | str = "auto",
@@ -81,6 +82,7 @@ def check(
         ValueError: for bad input, or a sampler whose distribution is not known.
         UnknownNameError: for the name of a drafter or rule that there is not.
         TokenizerMismatchError: for a draft model with another tokenizer.
+        MissingPackageError: scipy is not installed, and something is drawn.
     """
     if not budget > 0:
         raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
@@ -100,6 +102,8 @@ def check(
     make_draft_length(num_draft_tokens)
     if texts is not None:
         whole("texts", texts, 1)
+    if not sampling.greedy:
+        scipy()
     subject = Subject(
         model=model,
         drafter=chosen,

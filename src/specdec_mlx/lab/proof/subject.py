@@ -181,11 +181,6 @@ def probabilities(logprobs: mx.array) -> Probs:
     return normalised
 
 
-def total_variation(a: Probs, b: Probs) -> float:
-    """Half the sum of all differences."""
-    return float(np.abs(a - b).sum() / 2)
-
-
 # Stand-ins
 
 MOST_ROWS = 1000

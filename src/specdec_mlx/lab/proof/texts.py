@@ -6,10 +6,13 @@ import dataclasses
 import time
 from contextlib import closing
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.generate import generate_step
 
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -17,10 +20,9 @@ from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.exactness.probe import ProbeReport, probe
 from specdec_mlx.exactness.rounding import near_tie
-from specdec_mlx.lab.bench.summary import first_difference, top_two_gap
-from specdec_mlx.lab.bench.timing import plain
+from specdec_mlx.lab.proof.law import total_variation
 from specdec_mlx.lab.proof.report import Finding, Status
-from specdec_mlx.lab.proof.subject import Subject, Work, first_probs, total_variation
+from specdec_mlx.lab.proof.subject import Subject, Work, first_probs
 from specdec_mlx.token_ids import to_list
 
 NUM_TOKENS = 64
@@ -80,15 +82,15 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
     faults: list[dict[str, Any]] = []
     texts = tokens = drafted = 0
     for i, prompt in work.each(enumerate(subject.prompts)):
-        expected = _plain(subject, prompt, work)
+        expected, gaps = _plain(subject, prompt, work)
         got = subject.text(prompt, len(expected))
         texts, tokens = texts + 1, tokens + len(expected)
         drafted += got[-1].stats.drafted
-        position = first_difference([item.token for item in got], expected)
+        pairs = zip_longest((item.token for item in got), expected)
+        position = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
         if position is not None:
-            apart = top_two_gap(subject.model, prompt, position)
-            is_tie = apart <= gap
-            place = {"prompt": i, "token": position, "top_two_gap": apart}
+            is_tie = gaps[position] <= gap
+            place = {"prompt": i, "token": position, "top_two_gap": gaps[position]}
             differences.append(place | {"verdict": "near tie" if is_tie else "fault"})
             faults += [] if is_tie else [place]
     numbers = {
@@ -118,16 +120,21 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
     return Finding("passed", f"{verdict}.", numbers)
 
 
-def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
-    """By mlx-lm's own loop, up to the end of the text or of the time."""
-    tokens: list[int] = []
-    with closing(plain(subject.model).start(prompt, NUM_TOKENS, 0)) as steps:
-        for step in steps:
-            tokens.append(step.token)
+def _plain(subject: Subject, prompt: list[int], work: Work) -> tuple[list[int], list[float]]:
+    """By mlx-lm's own loop, up to the end of the text or of the time.
+
+    The tokens, and how far apart the two greatest logits are at each.
+    """
+    tokens, gaps = list[int](), list[float]()
+    with closing(generate_step(mx.array(prompt), subject.model, max_tokens=NUM_TOKENS)) as steps:
+        for token, logprobs in steps:
+            second, best = np.sort(np.array(logprobs.astype(mx.float32)))[-2:]
+            tokens.append(int(token))
+            gaps.append(float(best - second))
             has_enough = len(tokens) >= FEWEST_TOKENS and not work.has_time()
-            if step.token in subject.end_tokens or has_enough:
+            if token in subject.end_tokens or has_enough:
                 break
-    return tokens
+    return tokens, gaps
 
 
 def check_state(subject: Subject, work: Work) -> Finding:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from specdec_mlx.arguments import name_in
 from specdec_mlx.drafters.choosing import registry
-from specdec_mlx.drafters.choosing.choice import NamedModel
+from specdec_mlx.drafters.choosing.choice import DraftModel
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.lab.training.online import OnlineDraftModel, learning_on, stored_plan
@@ -19,7 +19,7 @@ from specdec_mlx.lab.training.online import OnlineDraftModel, learning_on, store
 class Learner:
     """What learns on with `--online`, a trained head or a draft model, for a target at a time."""
 
-    def __init__(self, model: NamedModel) -> None:
+    def __init__(self, model: DraftModel) -> None:
         self.folder = str(model.name)
         self._latest: Any = None
         atexit.register(self.save)
@@ -46,7 +46,7 @@ class Learner:
             self._latest.save()
 
     @staticmethod
-    def check(model: NamedModel) -> None:
+    def check(model: DraftModel) -> None:
         """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
         wrong = ""
         if model.name is None:

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
-from specdec_mlx.server.protocols import fields
-from specdec_mlx.server.protocols.body import without_nulls
-from specdec_mlx.server.protocols.turns import (
-    THOUGHTS,
-    as_result,
-    as_text,
-    given,
-    parts_in,
-    tool_choice,
+from msgspec import Meta, Struct
+
+from specdec_mlx.arguments import shown
+from specdec_mlx.server.protocols.body import (
+    MOST_LOGPROBS,
+    NUM_SEEDS,
+    AnswerFormat,
+    Body,
+    NumTop,
+    Tool,
+    choose_tool,
+    fields_of,
+    text_request,
+    texts,
+    think,
+    without_nulls,
 )
+from specdec_mlx.server.protocols.replies import (
+    logprob,
+    openai_error,
+    server_sent,
+    speculation,
+    usage,
+)
+from specdec_mlx.server.protocols.turns import THOUGHTS, as_result, as_text, parts_in
 from specdec_mlx.server.requests import (
-    AUTO,
     REQUIRED,
     Asked,
     CallArguments,
@@ -31,22 +47,86 @@ from specdec_mlx.server.requests import (
     Sent,
     Stream,
     TextRequest,
+    Wire,
     Written,
 )
 
 DONE = b"data: [DONE]\n\n"
+MOST_CHOICES = 32  # most choices of one request: each is a row of a batch
 
 
-def messages_in(messages: Any) -> list[Object]:
-    """A chat as templates take it; raises RequestError unless each message has a role."""
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list of at least one message.")
-    return [_templated(message) for message in messages]
+class Call(Struct):
+    """A call of a function."""
+
+    function: Tool
 
 
-def _templated(given: Any) -> Object:
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        raise RequestError(f"messages: expected objects with a role, not {given!r}")
+class Message(Struct):
+    """A message. Its other fields are for the chat template."""
+
+    role: str
+    tool_calls: list[Call] | None = None
+
+
+class ChoicesBody(Body, kw_only=True):
+    """The fields of OpenAI's protocols with choices. `logprobs` may be the number itself."""
+
+    response_format: AnswerFormat | None = None
+    stop: str | list[str] = ""
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    logprobs: bool | Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] = False
+    top_logprobs: NumTop = 0
+
+    def request(self) -> TextRequest:
+        """A request without its prompt; raises RequestError."""
+        request = text_request(self)
+        if self.response_format is not None:
+            request.grammar = self.response_format.grammar()
+        request.stop = texts(self.stop)
+        if not isinstance(self.logprobs, bool):
+            request.num_logprobs = self.logprobs
+        elif self.logprobs or self.top_logprobs > 0:
+            request.num_logprobs = max(self.top_logprobs, 0)
+        return request
+
+    def choices(self, request: TextRequest) -> list[TextRequest]:
+        """A request for each choice of its text; each has a seed of its own."""
+        seed = request.seed
+        seeds = [None if seed is None else (seed + i) % NUM_SEEDS for i in range(self.n)]
+        return [replace(request, seed=seed) for seed in seeds]
+
+
+class ChatBody(ChoicesBody, kw_only=True):
+    """The fields of a chat."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    role_mapping: Object | None = None
+    continue_final_message: bool = False
+
+
+def read(body: Object) -> Asked:
+    """Check the body of a chat; raises RequestError."""
+    fields = fields_of(body, ChatBody)
+    request = fields.request()
+    request.messages = list(map(_templated, body["messages"]))
+    for tool, given in zip(fields.tools, body.get("tools") or (), strict=True):
+        if tool.type in (None, "function"):
+            if tool.function is None or tool.function.name is None:
+                raise RequestError(f"tools: expected a function with a name, got {shown(given)}")
+            request.tools.append(given)
+    choose_tool(request, fields.tool_choice)
+    if request.tool_choice == REQUIRED and not request.tools:
+        raise RequestError("tool_choice: required needs tools.")
+    think(request, fields.reasoning_effort)
+    if fields.role_mapping is not None:
+        request.template["role_mapping"] = fields.role_mapping
+    last = request.template.pop("continue_final_message", fields.continue_final_message)
+    request.continues = bool(last)
+    return Asked(fields.choices(request), body, "chatcmpl-")
+
+
+def _templated(given: Object) -> Object:
+    """A message as templates take it."""
     message = without_nulls(given)
     if message["role"] == "developer":
         message["role"] = "system"
@@ -56,32 +136,7 @@ def _templated(given: Any) -> Object:
     thoughts = [message.pop(name) for name in THOUGHTS if name in message]
     if thoughts and isinstance(thoughts[0], str):
         message |= dict.fromkeys(THOUGHTS, thoughts[0])
-    for call in fields.several(message.get("tool_calls", [])):
-        _check_named(call, "messages: expected a call of a function")
     return message
-
-
-def _check_named(given: Any, expected: str) -> None:
-    """Raise RequestError unless there is a function with a name: a tool, or a call of one."""
-    function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{expected}, not {given!r}")
-
-
-def tools_in(tools: Sequence[Any]) -> Iterator[Object]:
-    """The functions among the tools; raises RequestError for one without a name."""
-    for tool in tools:
-        if not isinstance(tool, dict) or tool.get("type", "function") == "function":
-            _check_named(tool, "tools: expected a function with a name")
-            yield tool
-
-
-def logprobs_in(body: Object) -> int | None:
-    """Number of alternatives to report; None to report nothing. `logprobs` may be the number."""
-    wanted, most = body.get("logprobs", False), body.get("top_logprobs", 0)
-    if not isinstance(wanted, bool):
-        return int(wanted)
-    return max(most, 0) if wanted or most > 0 else None
 
 
 def reply_of(asked: Asked, kind: str, choices: Sequence[Object], **more: Any) -> Object:
@@ -91,7 +146,7 @@ def reply_of(asked: Asked, kind: str, choices: Sequence[Object], **more: Any) ->
 
 
 def _logprobs(text: Written | Said) -> Object:
-    return {"content": [fields.logprob(token) for token in text.logprobs]}
+    return {"content": [logprob(token) for token in text.logprobs]}
 
 
 def _call(id: str, name: str, arguments: str) -> Object:
@@ -115,7 +170,7 @@ class ChunkStream(Stream):
         reason, account = None, {}
         if isinstance(event, Ended):
             self._ends[choice], reason = event, event.reason
-            account = {"speculation": fields.speculation(event)}
+            account = {"speculation": speculation(event)}
         yield self.chunk({"index": choice, **content, "finish_reason": reason}, **account)
 
     @abstractmethod
@@ -125,61 +180,33 @@ class ChunkStream(Stream):
     def end(self) -> Sent:
         """The usage, if it was asked for, and the mark of the end."""
         body = self.asked.body
-        if body.get("stream_options", {}).get("include_usage"):
+        if (body.get("stream_options") or {}).get("include_usage"):
             ends = [self._ends[choice] for choice in sorted(self._ends)]
-            yield self.chunk(usage=fields.usage(ends, body.get("n", 1)))
+            yield self.chunk(usage=usage(ends, body.get("n") or 1))
         yield DONE
 
     def fail(self, error: Exception, status: HTTPStatus) -> Sent:
         """An error, and the mark of the end."""
-        return fields.server_sent(CHAT.error(error, status)), DONE
+        return server_sent(openai_error(error, status)), DONE
 
     def chunk(self, *choices: Object, **more: Any) -> bytes:
         """A chunk with some choices."""
-        return fields.server_sent(reply_of(self.asked, self.kind, choices, **more))
+        return server_sent(reply_of(self.asked, self.kind, choices, **more))
 
 
-class ChunkWire(fields.OpenAIWire):
-    """A protocol with choices."""
-
-    kind: str
-    prefix: str
-
-    def read(self, body: Object) -> Asked:
-        """Check a body; raises RequestError."""
-        body = without_nulls(body)
-        request = fields.base(body)
-        request.grammar = fields.grammar_in(body.get("response_format"))
-        request.stop = fields.texts(body.get("stop"), "stop")
-        request.num_logprobs = logprobs_in(body)
-        requests = [
-            choice
-            for prompt in self.prompts(request, body)
-            for choice in fields.choices(prompt, body.get("n", 1))
-        ]
-        return Asked(requests, body, self.prefix)
-
-    def reply(self, asked: Asked, texts: Sequence[Written]) -> Object:
-        """The whole reply."""
-        ends = [text.ended for text in texts if text.ended is not None]
-        choices = [
-            {
-                "index": index,
-                **self.content(asked.requests[index], text),
-                "finish_reason": end.reason,
-            }
-            for index, (text, end) in enumerate(zip(texts, ends, strict=True))
-        ]
-        usage = fields.usage(ends, asked.body.get("n", 1))
-        return reply_of(asked, self.kind, choices, usage=usage)
-
-    @abstractmethod
-    def prompts(self, request: TextRequest, body: Object) -> Iterable[TextRequest]:
-        """A request for each prompt of a body, from one that has all the rest."""
-
-    @abstractmethod
-    def content(self, request: TextRequest, text: Written) -> Object:
-        """A choice of the reply, without its number and its end."""
+def reply(
+    kind: str,
+    content: Callable[[TextRequest, Written], Object],
+    asked: Asked,
+    texts: Sequence[Written],
+) -> Object:
+    """The whole reply. content: makes a choice, without its number and its end."""
+    ends = [text.ended for text in texts if text.ended is not None]
+    choices = [
+        {"index": index, **content(request, text), "finish_reason": end.reason}
+        for index, (request, text, end) in enumerate(zip(asked.requests, texts, ends, strict=True))
+    ]
+    return reply_of(asked, kind, choices, usage=usage(ends, asked.body.get("n") or 1))
 
 
 class ChatStream(ChunkStream):
@@ -211,38 +238,16 @@ class ChatStream(ChunkStream):
         return None
 
 
-class Chat(ChunkWire):
-    """The wire of `/v1/chat/completions`."""
-
-    stream = ChatStream
-    kind, prefix = "chat.completion", "chatcmpl-"
-
-    def prompts(self, request: TextRequest, body: Object) -> Iterator[TextRequest]:
-        """The one request of a chat."""
-        request.messages = messages_in(body.get("messages"))
-        request.tools = list(tools_in(given(body, "tools", list)))
-        choice = body.get("tool_choice", AUTO)
-        if isinstance(choice, dict):
-            choice = given(choice, "function", dict)
-        request.tool_choice = tool_choice(choice, request.tools)
-        if choice == REQUIRED and not request.tools:
-            raise RequestError("tool_choice: required needs tools.")
-        fields.think(request, body.get("reasoning_effort"))
-        if (role_mapping := body.get("role_mapping")) is not None:
-            request.template["role_mapping"] = role_mapping
-        last = request.template.pop("continue_final_message", body.get("continue_final_message"))
-        request.continues = bool(last)
-        yield request
-
-    def content(self, request: TextRequest, text: Written) -> Object:
-        """A message."""
-        calls = [_call(**call) for call in text.calls]
-        content = text.text or (None if calls else "")
-        message: Object = {"role": "assistant", "content": content}
-        message |= dict.fromkeys(THOUGHTS, text.thoughts) if text.thoughts else {}
-        message |= {"tool_calls": calls} if calls else {}
-        logprobs = None if request.num_logprobs is None else _logprobs(text)
-        return {"message": message, "logprobs": logprobs}
+def _message(request: TextRequest, text: Written) -> Object:
+    """A choice of a chat: a message."""
+    calls = [_call(**call) for call in text.calls]
+    content = text.text or (None if calls else "")
+    message: Object = {"role": "assistant", "content": content}
+    message |= dict.fromkeys(THOUGHTS, text.thoughts) if text.thoughts else {}
+    message |= {"tool_calls": calls} if calls else {}
+    logprobs = None if request.num_logprobs is None else _logprobs(text)
+    return {"message": message, "logprobs": logprobs}
 
 
-CHAT = Chat()
+CHAT = Wire(read, ChatStream, partial(reply, "chat.completion", _message), openai_error)
+"""The protocol of `/v1/chat/completions`."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from specdec_mlx.server.protocols import fields
-from specdec_mlx.server.protocols.chat import ChunkStream, ChunkWire
+from specdec_mlx.arguments import shown
+from specdec_mlx.server.protocols.body import Count, fields_of
+from specdec_mlx.server.protocols.chat import ChoicesBody, ChunkStream, reply
+from specdec_mlx.server.protocols.replies import LEAST_LOGPROB, logprob, openai_error
 from specdec_mlx.server.requests import (
     Asked,
     Ended,
@@ -20,28 +22,59 @@ from specdec_mlx.server.requests import (
     Said,
     TextRequest,
     TokenLogprob,
+    Wire,
     Written,
 )
 
 MOST_PROMPTS = 128  # most prompts of one request
 
 
-def prompts_in(prompt: Any) -> list[Any]:
-    """The prompts of a completion, texts or token ids: one, or several; raises RequestError."""
-    prompts = [prompt] if _is_prompt(prompt) else prompt
-    fits = isinstance(prompts, list) and all(map(_is_prompt, prompts))
-    if fits and 0 < len(prompts) <= MOST_PROMPTS:
-        return list(prompts)
-    raise RequestError(
-        f"prompt must be a text, token ids, or a list of 1 to {MOST_PROMPTS} of either, not "
-        f"{prompt!r}"
-    )
+class CompletionBody(ChoicesBody, kw_only=True):
+    """The fields of a completion. prompt: a text, token ids, or a list of either."""
+
+    prompt: str | list[int | str | list[int]]
+    max_tokens: Count | None = None
+    echo: bool = False
+    suffix: Any = None
+    best_of: Any = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, texts or token ids; raises RequestError."""
+        prompts: Any = self.prompt
+        if isinstance(prompts, str) or (prompts and not any(map(_is_prompt, prompts))):
+            prompts = [prompts]
+        if 0 < len(prompts) <= MOST_PROMPTS and all(map(_is_prompt, prompts)):
+            return list(prompts)
+        raise RequestError(
+            f"prompt: expected a text, token ids, or a list of 1 to {MOST_PROMPTS} of either, got "
+            f"{shown(prompts)}"
+        )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: expected `int` >= 1, or `echo`, got 0")
 
 
 def _is_prompt(value: Any) -> bool:
-    if isinstance(value, list) and value:
-        return all(type(token) is int for token in value)
-    return isinstance(value, str)
+    return isinstance(value, str) or (isinstance(value, list) and value != [])
+
+
+def read(body: Object) -> Asked:
+    """Check the body of a completion; raises RequestError."""
+    fields = fields_of(body, CompletionBody)
+    if fields.suffix:
+        raise RequestError("suffix: models here continue a text, and do not fill one in.")
+    if fields.best_of not in (None, fields.n):
+        raise RequestError("best_of: texts are not chosen among here. Ask for n of them.")
+    request = fields.request()
+    request.echo = fields.echo
+    requests = [
+        choice
+        for prompt in fields.prompts()
+        for choice in fields.choices(replace(request, prompt=prompt))
+    ]
+    return Asked(requests, body, "cmpl-")
 
 
 def _content(request: TextRequest, said: Said, offset: int) -> Object:
@@ -63,12 +96,12 @@ def _logprobs(said: Said, offset: int) -> Object:
         "token_logprobs": [_number(token.logprob) for token in said.logprobs],
         "top_logprobs": [_top(token) for token in said.logprobs],
         "text_offset": offsets[:-1],
-        "content": [fields.logprob(token) for token in written],
+        "content": [logprob(token) for token in written],
     }
 
 
 def _number(logprob: float) -> float | None:
-    return None if math.isnan(logprob) else max(logprob, fields.LEAST_LOGPROB)
+    return None if math.isnan(logprob) else max(logprob, LEAST_LOGPROB)
 
 
 def _top(token: TokenLogprob) -> dict[str, float] | None:
@@ -76,9 +109,9 @@ def _top(token: TokenLogprob) -> dict[str, float] | None:
     if math.isnan(token.logprob):
         return None
     top: dict[str, float] = {}
-    for _, data, logprob in (*token.top, (token.token, token.data, token.logprob)):
+    for _, data, value in (*token.top, (token.token, token.data, token.logprob)):
         text = data.decode(errors="replace")
-        top[text] = max(logprob, top.get(text, fields.LEAST_LOGPROB))
+        top[text] = max(value, top.get(text, LEAST_LOGPROB))
     return top
 
 
@@ -105,27 +138,11 @@ class CompletionStream(ChunkStream):
         return _content(self.asked.requests[choice], said, offset)
 
 
-class Completions(ChunkWire):
-    """The wire of `/v1/completions`."""
-
-    stream = CompletionStream
-    kind, prefix = "text_completion", "cmpl-"
-
-    def prompts(self, request: TextRequest, body: Object) -> Iterator[TextRequest]:
-        """A request for each prompt."""
-        if body.get("suffix"):
-            raise RequestError("suffix: models here continue a text, and do not fill one in.")
-        count = body.get("n", 1)
-        if body.get("best_of", count) != count:
-            raise RequestError("best_of: texts are not chosen among here. Ask for n of them.")
-        request.echo = body.get("echo", False)
-        for prompt in prompts_in(body.get("prompt")):
-            yield replace(request, prompt=prompt)
-
-    def content(self, request: TextRequest, text: Written) -> Object:
-        """A text."""
-        said = Said(text.thoughts + text.text, logprobs=text.logprobs)
-        return _content(request, said, 0)
+def _text(request: TextRequest, text: Written) -> Object:
+    """A choice of a completion: a text."""
+    said = Said(text.thoughts + text.text, logprobs=text.logprobs)
+    return _content(request, said, 0)
 
 
-COMPLETIONS = Completions()
+COMPLETIONS = Wire(read, CompletionStream, partial(reply, "text_completion", _text), openai_error)
+"""The protocol of `/v1/completions`."""

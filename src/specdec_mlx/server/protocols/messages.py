@@ -14,25 +14,42 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 
+from msgspec import DecodeError, Struct
+
 from specdec_mlx.server.pictures import mark, unseen
-from specdec_mlx.server.protocols import fields
-from specdec_mlx.server.protocols.body import without_surrogates
+from specdec_mlx.server.protocols.body import (
+    BUDGETS,
+    AnswerFormat,
+    Body,
+    Config,
+    Count,
+    Tool,
+    choose_tool,
+    fields_of,
+    read_json,
+    text_request,
+    texts,
+)
+from specdec_mlx.server.protocols.replies import (
+    ItemStream,
+    server_sent,
+    speculation,
+    whole_reply,
+    words_of,
+)
 from specdec_mlx.server.protocols.turns import (
+    Turn,
     Turns,
     as_result,
     expect,
     function,
-    given,
     joined,
     leave_out,
     named,
     parts_in,
-    role_in,
-    tool_choice,
 )
 from specdec_mlx.server.requests import (
     AUTO,
-    REQUIRED,
     Asked,
     CallBegan,
     Ended,
@@ -42,6 +59,7 @@ from specdec_mlx.server.requests import (
     RequestError,
     Sent,
     TokenLogprob,
+    Wire,
 )
 
 BILLING = "x-anthropic-billing-header:"  # differs by conversation, and says nothing to a model
@@ -95,11 +113,31 @@ def _text(block: Object) -> str:
 _joined = partial(joined, to_text=_text)
 
 
-def _add(turns: Turns, message: Object) -> None:
+class Thinking(Struct, frozen=True):
+    """Whether to think, and the most tokens of the thought."""
+
+    type: str | None = None
+    budget_tokens: Count | None = None
+
+
+class MessagesBody(Body, kw_only=True):
+    """The fields of Anthropic's protocol."""
+
+    messages: list[Turn]
+    system: Any = None
+    tool_choice: Tool = Tool(type=AUTO)
+    stop_sequences: str | list[str] = ""
+    thinking: Thinking = Thinking()
+    output_config: Config = Config()
+    output_format: AnswerFormat | None = None
+    thread: Any = None
+
+
+def _add(turns: Turns, message: Turn) -> None:
     """Add one of Anthropic's messages."""
-    role = role_in(message)
-    said = "user" if role == "system" else role  # it stands where it does for a reason
-    for block in parts_in(message.get("content"), "content"):
+    # a later system message stands where it does for a reason
+    said = "user" if message.role == "system" else message.role
+    for block in parts_in(message.content, "content"):
         match kind := block["type"]:
             case "tool_result":
                 failed = "Error: " if block.get("is_error") else ""
@@ -116,18 +154,54 @@ def _add(turns: Turns, message: Object) -> None:
                 turns.say(said, _text(block))
 
 
-def _tools(tools: Sequence[Any]) -> Iterator[Object]:
+def _tools(tools: Sequence[Tool]) -> Iterator[Object]:
     """The tools that a client runs. Those that Anthropic's servers run are left out."""
     for tool in tools:
-        kind = str(expect(tool, dict, "tools").get("type") or "custom")
+        kind = tool.type or "custom"
         own = next(filter(kind.startswith, OWN_TOOLS), None)
-        if own or kind == "custom":
-            how = OWN_TOOLS[own] if own else tool
-            described = how.get("description"), how.get("input_schema")
-            name = expect(tool.get("name"), str, "tools: name")
-            yield function(name, *described)
-        else:
+        if own is None and kind != "custom":
             leave_out("tool", kind)
+            continue
+        if tool.name is None:
+            raise RequestError(f"tools: expected a name, got {tool}")
+        how = OWN_TOOLS.get(
+            own or "", {"description": tool.description, "input_schema": tool.input_schema}
+        )
+        yield function(tool.name, how.get("description"), how["input_schema"])
+
+
+def read(body: Object) -> Asked:
+    """Check a body; raises RequestError. Tokens are counted without max_tokens."""
+    fields = fields_of(body, MessagesBody)
+    if fields.thread:  # clients that are told so send the whole conversation
+        raise RequestError("thread: nothing is kept here. Send all messages again.", NO_THREADS)
+    request = text_request(fields)
+    turns = Turns()
+    for block in parts_in(fields.system, "system"):
+        if not (text := _text(block)).startswith(BILLING):
+            turns.say("system", text)
+    for message in fields.messages:
+        _add(turns, message)
+    request.messages = turns.messages
+    if not turns.messages or turns.messages[-1]["role"] == "system":
+        raise RequestError("messages: expected a list of at least one message.")
+    last = turns.messages[-1]
+    request.continues = last["role"] == "assistant" and "tool_calls" not in last
+    request.tools = list(_tools(fields.tools))
+    choose_tool(request, fields.tool_choice)
+    request.parallel_calls = not fields.tool_choice.disable_parallel_tool_use
+    request.stop = texts(fields.stop_sequences)
+    request.user = str(fields.metadata.get("user_id") or request.user)
+    thinking, config = fields.thinking, fields.output_config
+    if form := config.format or fields.output_format:
+        request.grammar = form.grammar()
+    if thinking.type:
+        enabled = {"enable_thinking": thinking.type != "disabled"}
+        request.template = enabled | request.template
+    request.thought_budget = thinking.budget_tokens
+    if request.thought_budget is None:
+        request.thought_budget = BUDGETS.get(config.effort or "")
+    return Asked([request], body, "msg_")
 
 
 def _read(num_prompt: int, num_cached: int, num_written: int) -> Object:
@@ -139,7 +213,7 @@ def _read(num_prompt: int, num_cached: int, num_written: int) -> Object:
     }
 
 
-class MessageStream(fields.ItemStream):
+class MessageStream(ItemStream):
     """A streamed message: a message_start, blocks one after another, why it ended, message_stop."""
 
     kinds = "text", "thinking"
@@ -187,9 +261,8 @@ class MessageStream(fields.ItemStream):
     def close(self, status: str) -> Sent:
         """End a block; the whole reply has a call's input as an object."""
         if self.item["type"] == "tool_use":
-            with suppress(ValueError, RecursionError):  # of a call that broke
-                called = json.loads(self.text)
-                self.item["input"] = without_surrogates(called)
+            with suppress(DecodeError, RecursionError):  # of a call that broke
+                self.item["input"] = read_json(self.text.encode())
         if self.item["type"] == "thinking":
             self.item["signature"] = SIGNATURE
             yield self._delta("signature_delta", "signature", SIGNATURE)
@@ -202,7 +275,7 @@ class MessageStream(fields.ItemStream):
         usage = {
             **_read(ended.num_prompt, ended.num_cached, ended.num_written),
             "output_tokens_details": {"thinking_tokens": ended.num_thought},
-            "speculation": fields.speculation(ended),
+            "speculation": speculation(ended),
         }
         self.whole |= {**delta, "usage": usage}
         yield _event("message_delta", delta=delta, usage=usage)
@@ -214,7 +287,7 @@ class MessageStream(fields.ItemStream):
 
     def fail(self, error: Exception, status: HTTPStatus) -> Sent:
         """An event of the error."""
-        yield _event(**MESSAGES.error(error, status))
+        yield _event(**_error(error, status))
 
     def _delta(self, kind: str, name: str, text: str) -> bytes:
         return self._of_block("delta", delta={"type": kind, name: text})
@@ -225,66 +298,20 @@ class MessageStream(fields.ItemStream):
 
 
 def _event(type: str, **more: Any) -> bytes:
-    return fields.server_sent({"type": type, **more}, type)
+    return server_sent({"type": type, **more}, type)
 
 
-class Messages(fields.ItemWire):
-    """The wire of `/v1/messages`, and of `/v1/messages/count_tokens`, which needs no max_tokens."""
-
-    stream = MessageStream
-
-    def read(self, body: Object) -> Asked:
-        """Check a body; raises RequestError."""
-        if body.get("thread"):  # clients that are told so send the whole conversation
-            raise RequestError("thread: nothing is kept here. Send all messages again.", NO_THREADS)
-        request = fields.base(body)
-        turns = Turns()
-        for block in parts_in(body.get("system"), "system"):
-            if not (text := _text(block)).startswith(BILLING):
-                turns.say("system", text)
-        for message in expect(body.get("messages"), list, "messages"):
-            _add(turns, expect(message, dict, "messages"))
-        request.messages = turns.messages
-        if not turns.messages or turns.messages[-1]["role"] == "system":
-            raise RequestError("messages must be a list of at least one message.")
-        last = turns.messages[-1]
-        request.continues = last["role"] == "assistant" and "tool_calls" not in last
-        request.tools = list(_tools(given(body, "tools", list)))
-        choice = given(body, "tool_choice", dict)
-        kind = choice.get("type", AUTO)
-        wanted = REQUIRED if kind == "any" else choice if kind == "tool" else kind
-        request.tool_choice = tool_choice(wanted, request.tools)
-        request.parallel_calls = choice.get("disable_parallel_tool_use") is not True
-        request.stop = fields.texts(body.get("stop_sequences"), "stop_sequences")
-        metadata = given(body, "metadata", dict)
-        request.user = str(metadata.get("user_id") or request.user)
-        config = given(body, "output_config", dict)
-        form = config.get("format") or body.get("output_format")
-        request.grammar = fields.grammar_in(form)
-        thinking = given(body, "thinking", dict)
-        if kind := thinking.get("type"):
-            enabled = {"enable_thinking": kind != "disabled"}
-            request.template = enabled | request.template
-        budget = fields.BUDGETS.get(given(config, "effort", str))
-        request.thought_budget = thinking.get("budget_tokens", budget)
-        fits, expected = fields.number(int, 0)
-        if request.thought_budget is not None and not fits(request.thought_budget):
-            raise RequestError(
-                f"thinking: budget_tokens must be {expected}, not {request.thought_budget!r}"
-            )
-        return Asked([request], body, "msg_")
-
-    def error(self, error: Exception, status: HTTPStatus) -> Object:
-        """Anthropic's form of an error."""
-        words = fields.words_of(error, status)
-        # clients read it, and compact
-        if isinstance(error, RequestError) and error.most:
-            words = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
-        said: Object = {"type": ERRORS.get(status, "invalid_request_error")}
-        said["message"] = words
-        if code := getattr(error, "code", None):
-            said["details"] = {"error_code": code}
-        return {"type": "error", "error": said}
+def _error(error: Exception, status: HTTPStatus) -> Object:
+    """Anthropic's form of an error."""
+    words = words_of(error, status)
+    # clients read it, and compact
+    if isinstance(error, RequestError) and error.most:
+        words = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
+    said: Object = {"type": ERRORS.get(status, "invalid_request_error"), "message": words}
+    if code := getattr(error, "code", None):
+        said["details"] = {"error_code": code}
+    return {"type": "error", "error": said}
 
 
-MESSAGES = Messages()
+MESSAGES = Wire(read, MessageStream, partial(whole_reply, MessageStream), _error)
+"""The protocol of `/v1/messages`, and of `/v1/messages/count_tokens`."""

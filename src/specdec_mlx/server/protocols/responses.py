@@ -11,22 +11,42 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
-from specdec_mlx.server.protocols import fields
+from msgspec import Struct
+
+from specdec_mlx.arguments import shown
+from specdec_mlx.server.protocols.body import (
+    Body,
+    Config,
+    NumTop,
+    Tool,
+    checked,
+    choose_tool,
+    fields_of,
+    text_request,
+    think,
+)
+from specdec_mlx.server.protocols.replies import (
+    ItemStream,
+    logprob,
+    openai_error,
+    server_sent,
+    speculation,
+    whole_reply,
+    words_of,
+)
 from specdec_mlx.server.protocols.turns import (
+    Turn,
     Turns,
     as_result,
-    expect,
     function,
-    given,
     joined,
     leave_out,
     named,
-    role_in,
-    tool_choice,
 )
 from specdec_mlx.server.requests import (
     AUTO,
@@ -37,6 +57,7 @@ from specdec_mlx.server.requests import (
     RequestError,
     Sent,
     TokenLogprob,
+    Wire,
 )
 
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
@@ -111,11 +132,29 @@ GROWTH = {
 }
 
 
+class MoreTools(Struct):
+    """An item that brings tools along."""
+
+    tools: list[Tool] = []
+
+
+class ResponsesBody(Body, kw_only=True):
+    """The fields of a response."""
+
+    input: str | list[Object]
+    instructions: Any = None
+    text: Config = Config()
+    reasoning: Config = Config()
+    include: tuple[str, ...] = ()
+    top_logprobs: NumTop = 0
+
+
 def _add(turns: Turns, item: Object) -> None:
     """Add an item of the input."""
     match kind := item["type"]:
         case "message":
-            turns.say(role_in(item), joined(item.get("content"), "input: content"))
+            said = checked(item, Turn)
+            turns.say(said.role, joined(said.content, "input: content"))
         case "reasoning":
             thoughts = joined(item.get("content"), "reasoning.content")
             turns.think(thoughts or joined(item.get("summary"), "reasoning.summary"))
@@ -137,31 +176,61 @@ def _add(turns: Turns, item: Object) -> None:
             leave_out("item", kind)
 
 
-def _tools(tools: Sequence[Any], offered: dict[str, Object], **space: str) -> Iterator[Object]:
+def _tools(tools: Sequence[Tool], offered: dict[str, Object], **space: str) -> Iterator[Object]:
     """The tools that a client runs. All others are left out.
 
     offered: what the items of a tool's calls have, by its name. space: the namespace, if any.
     """
     for tool in tools:
-        kind = str(expect(tool, dict, "tools").get("type"))
-        if kind == "namespace":
-            inner = named(tool, "tools", list)
-            yield from _tools(inner, offered, namespace=named(tool, "name"))
-        elif kind not in CALLS or named(tool, "name") in offered:
-            leave_out("tool", kind)
+        if tool.type == "namespace":
+            yield from _tools(tool.tools, offered, namespace=str(tool.name))
+        elif tool.type not in CALLS or tool.name in offered:
+            leave_out("tool", tool.type)
+        elif tool.name is None:
+            raise RequestError(f"tools: expected a name, got {shown(tool)}")
         else:
-            offered[tool["name"]] = {"type": CALLS[kind], **space}
-            schema = FREE if kind == "custom" else tool.get("parameters")
-            yield function(tool["name"], _described(tool), schema)
+            offered[tool.name] = {"type": CALLS[tool.type], **space}
+            schema = FREE if tool.type == "custom" else tool.parameters
+            yield function(tool.name, _described(tool), schema)
 
 
-def _described(tool: Object) -> str:
+def _described(tool: Tool) -> str:
     """The description of a tool, with the grammar of the text that it takes if it has one."""
-    form = given(tool, "format", dict)
-    words = str(tool.get("description") or "")
+    words, form = tool.description or "", tool.format
     if "definition" not in form:
         return words
     return f"{words}\n\nThe input, in {form.get('syntax')} notation:\n{form['definition']}"
+
+
+def read(body: Object) -> Asked:
+    """Check a body; raises RequestError."""
+    for name in STATEFUL:
+        if body.get(name):
+            raise RequestError(f"{name}: nothing is kept here. Send all of the input again.")
+    fields = fields_of(body, ResponsesBody)
+    request, turns, tools = text_request(fields), Turns(), fields.tools
+    if fields.instructions:
+        turns.say("system", joined(fields.instructions, "instructions"))
+    items = fields.input
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    for each in items:
+        item = {"type": "message", **each}
+        _add(turns, item)
+        if item["type"] == MORE_TOOLS:
+            tools = tools + checked(item, MoreTools).tools
+    if not turns.messages:
+        raise RequestError("input: expected a text, or a list of at least one item.")
+    request.messages = turns.messages
+    offered: dict[str, Object] = {}
+    request.tools = list(_tools(tools, offered))
+    choose_tool(request, fields.tool_choice)
+    if fields.text.format is not None:
+        request.grammar = fields.text.format.grammar()
+    think(request, fields.reasoning.effort)
+    if LOGPROBS in fields.include or fields.top_logprobs:
+        request.num_logprobs = max(0, fields.top_logprobs)
+    return Asked([request], body, "resp_", offered)
 
 
 def _usage(ended: Ended) -> Object:
@@ -171,11 +240,11 @@ def _usage(ended: Ended) -> Object:
         "output_tokens": ended.num_written,
         "output_tokens_details": {"reasoning_tokens": ended.num_thought},
         "total_tokens": ended.num_prompt + ended.num_written,
-        "speculation": fields.speculation(ended),
+        "speculation": speculation(ended),
     }
 
 
-class ResponseStream(fields.ItemStream):
+class ResponseStream(ItemStream):
     """A streamed response. Its items come one after another: each is added, grows, and is done."""
 
     kinds = "message", "reasoning"
@@ -223,7 +292,7 @@ class ResponseStream(fields.ItemStream):
         """More of an item; an input that is any text is said once it is whole."""
         more = {}
         if self.item["type"] == "message":
-            more["logprobs"] = [fields.logprob(token) for token in logprobs]
+            more["logprobs"] = [logprob(token) for token in logprobs]
             self._holder["logprobs"] += more["logprobs"]
         if self.item["type"] != "custom_tool_call":
             yield self._delta(text, **more)
@@ -239,7 +308,7 @@ class ResponseStream(fields.ItemStream):
         yield self._grown(f"{growth.told}.done", **done)
         if growth.part:
             yield self._grown(f"{growth.part}.done", part=self._holder)
-        if item["type"] == "reasoning" and ENCRYPTED in self.asked.body.get("include", ()):
+        if item["type"] == "reasoning" and ENCRYPTED in (self.asked.body.get("include") or ()):
             item["encrypted_content"] = b64encode(self.text.encode()).decode()
         if "status" in item:
             item["status"] = status
@@ -257,7 +326,7 @@ class ResponseStream(fields.ItemStream):
     def fail(self, error: Exception, status: HTTPStatus) -> Sent:
         """The response, failed."""
         code = getattr(error, "code", None) or "server_error"
-        said = {"code": code, "message": fields.words_of(error, status)}
+        said = {"code": code, "message": words_of(error, status)}
         self.whole |= {"status": "failed", "error": said}
         yield self._event("failed", response=self.whole)
 
@@ -282,7 +351,7 @@ class ResponseStream(fields.ItemStream):
     def _event(self, kind: str, **more: Any) -> bytes:
         self._number += 1
         kind = f"response.{kind}"
-        return fields.server_sent({"type": kind, "sequence_number": self._number, **more}, kind)
+        return server_sent({"type": kind, "sequence_number": self._number, **more}, kind)
 
 
 def _free_text(arguments: str) -> str:
@@ -293,49 +362,5 @@ def _free_text(arguments: str) -> str:
         return arguments
 
 
-class Responses(fields.OpenAIWire, fields.ItemWire):
-    """The wire of `/v1/responses`."""
-
-    stream = ResponseStream
-
-    def read(self, body: Object) -> Asked:
-        """Check a body; raises RequestError."""
-        for name in STATEFUL:
-            if body.get(name):
-                raise RequestError(f"{name}: nothing is kept here. Send all of the input again.")
-        request = fields.base(body)
-        turns = Turns()
-        if instructions := body.get("instructions"):
-            turns.say("system", joined(instructions, "instructions"))
-        items = body.get("input")
-        if isinstance(items, str):
-            items = [{"role": "user", "content": items}]
-        tools = given(body, "tools", list)
-        for each in expect(items, list, "input"):
-            item = {"type": "message", **expect(each, dict, "input")}
-            _add(turns, item)
-            if item["type"] == MORE_TOOLS:
-                tools = tools + given(item, "tools", list)
-        if not turns.messages:
-            raise RequestError("input must be a text or a list of at least one item.")
-        request.messages = turns.messages
-        offered: dict[str, Object] = {}
-        request.tools = list(_tools(tools, offered))
-        choice = body.get("tool_choice") or AUTO
-        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-            names = [
-                expect(tool, dict, "tool_choice: tools").get("name")
-                for tool in given(choice, "tools", list)
-            ]
-            request.tools = [tool for tool in request.tools if tool["function"]["name"] in names]
-            choice = choice.get("mode")
-        request.tool_choice = tool_choice(choice, request.tools)
-        form = given(given(body, "text", dict), "format", dict)
-        request.grammar = fields.grammar_in(form or None)
-        fields.think(request, given(given(body, "reasoning", dict), "effort", str))
-        if LOGPROBS in given(body, "include", list) or body.get("top_logprobs"):
-            request.num_logprobs = max(0, body.get("top_logprobs") or 0)
-        return Asked([request], body, "resp_", offered)
-
-
-RESPONSES = Responses()
+RESPONSES = Wire(read, ResponseStream, partial(whole_reply, ResponseStream), openai_error)
+"""The protocol of `/v1/responses`."""

@@ -6,13 +6,22 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from specdec_mlx.server.pictures import KINDS, mark, unseen
-from specdec_mlx.server.requests import AUTO, NONE, REQUIRED, Object, RequestError
+from specdec_mlx.server.requests import Object, RequestError
 
 BETWEEN = "\n\n"  # between two texts of one turn
 THOUGHTS = "reasoning_content", "reasoning"  # names of thoughts in templates
+
+
+class Turn(Struct):
+    """A message: a role that says a text, or parts."""
+
+    role: Annotated[str, Meta(pattern="^(user|assistant|system|developer)$")]
+    content: Any = None
 
 
 def expect(value: Any, kind: type, where: str) -> Any:
@@ -22,23 +31,9 @@ def expect(value: Any, kind: type, where: str) -> Any:
     return value
 
 
-def given(body: Object, name: str, kind: type) -> Any:
-    """A field of a kind; an empty one if it is left out."""
-    value = body.get(name)
-    return kind() if value is None else expect(value, kind, name)
-
-
 def named(part: Object, name: str, kind: type = str) -> Any:
     """A field that a part of this type has to have; raises RequestError."""
     return expect(part.get(name), kind, f"{part['type']}: {name}")
-
-
-def role_in(message: Object) -> str:
-    """The role of a message; raises RequestError for one that is none."""
-    role: str | None = message.get("role")
-    if role in ("user", "assistant", "system", "developer"):
-        return str(role)
-    raise RequestError(f"role must be user, assistant or system, not {role!r}")
 
 
 def parts_in(content: Any, where: str) -> list[Object]:
@@ -83,23 +78,10 @@ def leave_out(what: str, kind: Any) -> None:
     logging.info("Left out: a %s of type %s, which is not run here.", what, kind)
 
 
-def function(name: str, description: Any, parameters: Any) -> Object:
+def function(name: str, description: str | None, parameters: Object | None) -> Object:
     """A tool as templates take it."""
-    schema = {} if parameters is None else parameters
-    expect(schema, dict, f"tools: schema of {name}")
-    described = {"name": name, "description": description or "", "parameters": schema}
+    described = {"name": name, "description": description or "", "parameters": parameters or {}}
     return {"type": "function", "function": described}
-
-
-def tool_choice(choice: Any, tools: Sequence[Object]) -> str:
-    """What of tools is to be called: AUTO, NONE, REQUIRED, or the name in an object."""
-    if isinstance(choice, dict):
-        if (name := choice.get("name")) in [tool["function"]["name"] for tool in tools]:
-            return str(name)
-        raise RequestError(f"tool_choice: there is no tool {name!r} among the tools.")
-    if choice not in (AUTO, NONE, REQUIRED):
-        raise RequestError(f"tool_choice must be auto, none, required or a tool, not {choice!r}")
-    return str(choice)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Prompts of a benchmark, with a category each."""
+"""Prompts with a category each: our own, and those of a file."""
 
 from __future__ import annotations
 

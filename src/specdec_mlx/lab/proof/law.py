@@ -1,0 +1,272 @@
+"""The exact distribution of speculative rounds, by going through every outcome in float64.
+
+For a draft token drawn from q, kept with chance a(x), and else replaced by a draw from r, what is
+emitted follows $q(y) a(y) + \\sum_x q(x) (1 - a(x)) r(y | x)$, the sum taken over every possible
+draft token, and that must be the target's p. So for a whole draft: its coins are independent, and
+each way that they may fall ends at some number of kept tokens and at one distribution of the token
+after. The functions that decide are those that the loop runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from specdec_mlx.contracts import chain
+from specdec_mlx.rules import CoinRule
+from specdec_mlx.trees.rules import TreeCoinRule
+from specdec_mlx.trees.shape import path_to
+
+NUM_STATES = 7
+SHAPES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (5, 1))
+"""Pairs (V, K) whose rounds `enumerated` goes through."""
+
+Tokens = tuple[int, ...]
+
+Outcomes = Iterator[tuple[Tokens, np.ndarray]]
+"""Tokens that are kept of a draft, and the chances [V] that they are and each token comes next."""
+
+
+def state_after(state: int, tokens: Tokens) -> int:
+    """State that the tokens [n] lead to; 0 is where a text begins."""
+    return reduce(moved_on, tokens, state)
+
+
+def moved_on(state: Any, token: Any) -> Any:
+    """State after one more token; different tokens lead to different states."""
+    return (3 * state + 2 * token + 1) % NUM_STATES
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A language model: the distribution of the next token by the text's state, [NUM_STATES, V]."""
+
+    probs: np.ndarray
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.probs.shape[-1])
+
+    def after(self, state: int, tokens: Tokens) -> np.ndarray:
+        """Distribution [V] of the token after `tokens`."""
+        row: np.ndarray = self.probs[state_after(state, tokens)]
+        return row
+
+    def along(self, state: int, tokens: Tokens) -> np.ndarray:
+        """Distributions [n + 1, V] before each of the tokens, and after the last."""
+        return np.stack([self.after(state, tokens[:i]) for i in range(len(tokens) + 1)])
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Draft tokens drawn from a source, as long as `go_on` (state, number drafted) says so.
+
+    declared, dropped_below: what is wrong with a drafter that declares another source, or takes
+    back a token whose chance was lower.
+    """
+
+    source: Source
+    go_on: Callable[[int, int], bool]
+    declared: Source | None = None
+    dropped_below: float = 0.0
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        """Chance, tokens [k] and declared probs [k, V] of every draft that may be made."""
+        declared = self.declared or self.source
+        begun: list[tuple[float, Tokens, bool]] = [(1.0, (), True)]
+        while begun:
+            weight, tokens, may_go_on = begun.pop()
+            here = state_after(state, tokens)
+            if not (may_go_on and self.go_on(here, len(tokens))):
+                yield weight, tokens, declared.along(state, tokens)[:-1]
+                continue
+            probs = self.source.probs[here]
+            for token in np.flatnonzero(probs).tolist():
+                stays = bool(probs[token] >= self.dropped_below)
+                longer = (*tokens, token) if stays else tokens
+                begun.append((weight * probs[token], longer, stays))
+
+
+def up_to(length: int) -> Callable[[int, int], bool]:
+    """Always `length` tokens."""
+    return lambda state, num_drafted: num_drafted < length
+
+
+@dataclass(frozen=True, eq=False)
+class ByRule:
+    """A rule by coins, which computes with what `to` makes of arrays; parents: of trees."""
+
+    rule: CoinRule | TreeCoinRule
+    parents: Sequence[int] | None = None
+    to: Callable[[Any], Any] = field(default=np.asarray, repr=False)
+    _falls: dict[int, tuple[np.ndarray, list[Tokens], list[int]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def outcomes(
+        self, target_probs: np.ndarray, tokens: Tokens, draft_probs: np.ndarray
+    ) -> Outcomes:
+        """Of a draft [k] with declared probs [k, V]; target [k+1, V]."""
+        rule: Any = self.rule
+        given = self.to(target_probs), self.to(np.array(tokens, int)), self.to(draft_probs)
+        if self.parents is None:
+            heads, rows = rule.accept_probs(*given), None
+        else:
+            heads, rows = rule.judge(*given, self.parents)
+        heads = np.array(heads, np.float64)
+        coins, paths, path_of = self.falls(len(tokens))
+        chances = np.where(coins, heads, 1 - heads).prod(axis=1)  # coins are independent
+        for path, chance in zip(paths, np.bincount(path_of, chances), strict=True):
+            if chance > 0:
+                end = path[-1] + 1 if path else 0
+                after = rule.next_probs(*given, self.to(end)) if rows is None else rows[end]
+                kept = tuple(tokens[node] for node in path)
+                yield kept, chance * np.array(after, np.float64)
+
+    def falls(self, size: int) -> tuple[np.ndarray, list[Tokens], list[int]]:
+        """All ways that coins may fall, the nodes that each keeps, and which of these it is."""
+        if size not in self._falls:
+            rule: Any = self.rule
+            coins = np.array(list(product([False, True], repeat=size)), bool)
+            if self.parents is None:
+                kept = [tuple(range(int(rule.num_accepted(self.to(row))))) for row in coins]
+            else:
+                kept = [tuple(rule.kept(row.tolist(), self.parents)) for row in coins]
+            paths = list(dict.fromkeys(kept))
+            self._falls[size] = coins, paths, [paths.index(path) for path in kept]
+        return self._falls[size]
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """Rounds of drafting and deciding, one after the other.
+
+    drafting: its `drafts` (state) are made, as those of `Drawn`. deciding: its `outcomes` are what
+    comes of one draft, as those of `ByRule`; its `parents` say how the draft's tokens hang.
+    """
+
+    target: Source
+    drafting: Any
+    deciding: Any
+    _known: dict[int, dict[Tokens, np.ndarray]] = field(default_factory=dict, init=False)
+
+    def outcomes_from(self, state: int) -> dict[Tokens, np.ndarray]:
+        """Outcomes of one round that begins in a state."""
+        if state not in self._known:
+            total: dict[Tokens, Any] = {}
+            for weight, tokens, probs in self.drafting.drafts(state):
+                rows = self.rows(state, tokens)
+                for kept, masses in self.deciding.outcomes(rows, tokens, probs):
+                    total[kept] = total.get(kept, 0) + weight * masses
+            self._known[state] = total
+        return self._known[state]
+
+    def rows(self, state: int, tokens: Tokens) -> np.ndarray:
+        """The target's distributions [k+1, V] at each row of a draft [k]."""
+        size = len(tokens)
+        parents = self.deciding.parents or chain(size)
+        paths = [path_to(row - 1, parents) for row in range(size + 1)]
+        texts = [tuple(tokens[node] for node in path) for path in paths]
+        return np.stack([self.target.after(state, text) for text in texts])
+
+    def joint(self, num_rounds: int, length: int) -> np.ndarray:
+        """Distribution [V, ..., V] of the first `length` tokens that so many rounds begin."""
+        begun: dict[Tokens, float] = {(): 1.0}
+        for _ in range(num_rounds):
+            longer: dict[Tokens, float] = {}
+            for text, weight in begun.items():
+                if len(text) >= length:
+                    longer[text] = longer.get(text, 0) + weight
+                    continue
+                for kept, masses in self.outcomes_from(state_after(0, text)).items():
+                    for token in np.flatnonzero(masses).tolist():
+                        emitted = (*text, *kept, token)[:length]
+                        longer[emitted] = longer.get(emitted, 0) + weight * masses[token]
+            begun = longer
+        return continued(self.target, begun, length)
+
+    def expected_accepted(self, state: int = 0) -> float:
+        """Draft tokens kept in a round, on average."""
+        outcomes = self.outcomes_from(state).items()
+        return float(sum(len(kept) * masses.sum() for kept, masses in outcomes))
+
+    def total_variation(self, num_rounds: int, length: int) -> float:
+        """Distance of `joint` from the target's own distribution."""
+        own = continued(self.target, {(): 1.0}, length)
+        return total_variation(self.joint(num_rounds, length), own)
+
+
+def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.ndarray:
+    """Distribution [V, ..., V] of texts that a source continues to a length."""
+    vocab = np.arange(source.vocab_size)
+    joint, states = np.zeros(()), np.zeros((), int)
+    for size in range(length + 1):
+        for tokens, weight in begun.items():
+            if len(tokens) == size:
+                joint[tokens] += weight
+        if size < length:
+            joint = joint[..., None] * source.probs[states]
+            states = moved_on(states[..., None], vocab)
+    return joint
+
+
+def total_variation(a: np.ndarray, b: np.ndarray) -> float:
+    """Half the sum of all differences."""
+    return float(np.abs(a - b).sum() / 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The first tokens of a text under a rule, beside the target's own; [V, ..., V] both."""
+
+    got: np.ndarray
+    own: np.ndarray
+    how: str
+
+    @property
+    def total_variation(self) -> float:
+        """Distance of the two."""
+        return total_variation(self.got, self.own)
+
+    def __str__(self) -> str:
+        """The text whose chance is furthest off."""
+        worst = np.unravel_index(np.argmax(np.abs(self.got - self.own)), self.got.shape)
+        return (
+            f"{self.how}: the text {list(map(int, worst))} comes with a chance of "
+            f"{self.got[worst]:.4f}; expected {self.own[worst]:.4f}. Over {self.got.ndim} tokens "
+            f"the total variation is {self.total_variation:.2g}."
+        )
+
+
+def enumerated(rule: CoinRule, to: Callable[[Any], Any] = np.asarray) -> Iterator[Comparison]:
+    """Every outcome of a round on small vocabularies; distributions change with the text."""
+    for vocab_size, num_draft in SHAPES:
+        p, q = sources(vocab_size, vocab_size + num_draft)
+        sure = Source(one_hots(q.probs))
+        likely = p.probs * (1 - one_hots(-p.probs))
+        some = Source(likely / likely.sum(axis=-1, keepdims=True))
+        for target, draft in (p, q), (p, p), (some, q), (q, some), (p, sure), (some, sure):
+            rounds = Rounds(target, Drawn(draft, up_to(num_draft)), ByRule(rule, to=to))
+            own = continued(target, {(): 1.0}, num_draft + 1)
+            kind = "point masses" if draft is sure else "drawn"
+            how = f"K = {num_draft} {kind}, V = {vocab_size}"
+            yield Comparison(rounds.joint(1, num_draft + 1), own, how)
+
+
+def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
+    """Target and draft."""
+    rng = np.random.default_rng(seed)
+    p, q = rng.dirichlet(np.full(vocab_size, 2.0), (2, NUM_STATES))
+    return Source(p), Source(q)
+
+
+def one_hots(scores: np.ndarray) -> np.ndarray:
+    """Distributions with all mass on the largest of each row."""
+    certain: np.ndarray = np.eye(scores.shape[-1])[np.argmax(scores, axis=-1)]
+    return certain
