@@ -90,15 +90,15 @@ class CostModel:
 
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
     the measured one. plain: seconds of passes over one row; seconds: their median. ratios: rows ->
-    measured costs. widest: rows of the widest pass so far. needs_plain: True if a plain round is
-    due.
+    measured costs. most_rows: of the widest pass that may be tried, a few, or 4 times the
+    widest so far. needs_plain: True if a plain round is due.
     """
 
     prior: Curve = MILDEST
     plain: deque[float] = field(default_factory=partial(deque[float], maxlen=NUM_PLAIN))
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     seconds: float = 0.0
-    widest: int = 0
+    most_rows: int = 1
     needs_plain: bool = True
     fitted: dict[int, float] = field(default_factory=dict)
     _num_rounds: int = 0
@@ -109,7 +109,7 @@ class CostModel:
     def __post_init__(self) -> None:
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
         few = self.prior(FIRST_ROWS)
-        self.widest = max(m for m in WIDTHS if self.prior(m) <= few) // 4
+        self.most_rows = max(m for m in WIDTHS if self.prior(m) <= few)
         self._fit()
 
     def add(self, rows: int, seconds: float) -> None:
@@ -152,7 +152,7 @@ class CostModel:
         as ever, or several rounds agree. less, shares: of the cost the samples have the rest, in so
         many shares.
         """
-        self.widest = max(self.widest, rows)
+        self.most_rows = max(self.most_rows, 4 * rows)
         ratio = seconds / self.seconds
         is_low = ratio * MOVED < 1.0
         self._num_odd = (self._num_odd + 1) * (is_low or known * MOVED < ratio)
@@ -171,12 +171,8 @@ class CostModel:
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""
         self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
-        self.widest = max(self.widest, *self.ratios, 0)
+        self.most_rows = max(self.most_rows, 4 * max(self.ratios, default=0))
         self._fit()
-
-    def most_rows(self) -> int:
-        """Rows of the widest pass that may be tried: first 1, then few, then 4 times the widest."""
-        return 1 if self.needs_plain else 4 * self.widest
 
     def __call__(self, rows: int) -> float:
         """Cost of a pass over `rows` >= 1, in passes over one; never falling."""
@@ -191,10 +187,12 @@ class CostModel:
         plain, found = PRIOR_WEIGHT, dict[int, tuple[float, int]]()
         for rows, samples in self.ratios.items():
             believed = excess.setdefault(rows, self.prior(rows) - 1.0)
-            # Others use the machine too: it is slow by chance, never quick. So the lower third, and
-            # a single measurement makes no pass dearer than the prior says.
+            # Others use the machine too: it is slow by chance, never quick. So the lower quartile,
+            # and a single measurement makes no pass dearer than the prior says.
             num = len(samples)
-            ratio = min(sorted([1.0 + believed, *samples])[(num + 1) // 3], 1.0 + rows)
+            is_known = num >= NUM_PLAIN
+            low = sorted(samples if is_known else [1.0 + believed, *samples])
+            ratio = min(low[num // (4 if is_known else 2)], 1.0 + rows)
             found[rows] = ratio, num
             measured += num * (ratio - 1.0)
             expected += num * believed

@@ -153,7 +153,7 @@ class Prices:
             self.spent = RATE_DECAY * self.spent + cost
         self.cost_model = cost_model
         self.rate = max(1.0, self.tokens / (self.spent or inf))
-        self.most = cost_model.most_rows() - 1
+        self.most = 0 if cost_model.needs_plain else cost_model.most_rows - 1
 
     def best(
         self, reaches: Sequence[float], step: float = 0.0, drafted: int = 0, start: float = 0.0
@@ -325,7 +325,8 @@ class Model:
         best, _ = self.prices.best([*accumulate(chances, mul)], step, length)
         if best > length:
             return Step.GO_ON
-        return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
+        is_new = not self.gain and 1 + length not in self.prices.cost_model.ratios
+        return Step.STOP_AFTER if best == length or is_new else Step.STOP_BEFORE
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn what a draft cost and how far it was right; pause where that is seldom."""
