@@ -25,10 +25,10 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
 
 from benchmarks.recorded_rows import groups_of
-from specdec_mlx.arguments import argument, parse_draft_length, positive_int
+from specdec_mlx.arguments import argument, number, parse_draft_length
 from specdec_mlx.batch_generation import batch_stream_generate
 from specdec_mlx.lab.bench.record import describe_machine
-from specdec_mlx.lab.prompts import Task, encode_chat, read_prompts
+from specdec_mlx.lab.prompts import RecordedText, encode_chat, read_prompts
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.models.loading import load_model
 
@@ -44,7 +44,7 @@ NOTE = (
     "rows; same: texts that are mlx-lm's, token by token."
 )
 
-Start = Callable[[Sequence[Task], int], Iterator[tuple[int, int, int]]]
+Start = Callable[[Sequence[RecordedText], int], Iterator[tuple[int, int, int]]]
 """Tasks and most tokens of each -> (which task, token, passes so far) for each token."""
 
 
@@ -119,7 +119,7 @@ class Row:
 def mlx_lm_batch(model: nn.Module, tokenizer: Any) -> Start:
     """Mlx-lm's batch, token by token."""
 
-    def start(tasks: Sequence[Task], max_tokens: int) -> Iterator[tuple[int, int, int]]:
+    def start(tasks: Sequence[RecordedText], max_tokens: int) -> Iterator[tuple[int, int, int]]:
         generator = BatchGenerator(model, stop_tokens=[[t] for t in tokenizer.eos_token_ids])
         uids = generator.insert([task.prompt for task in tasks], [max_tokens] * len(tasks))
         passes = 0
@@ -137,7 +137,7 @@ def our_batch(
 ) -> Start:
     """Ours with a drafter, None for the plain batch."""
 
-    def start(tasks: Sequence[Task], max_tokens: int) -> Iterator[tuple[int, int, int]]:
+    def start(tasks: Sequence[RecordedText], max_tokens: int) -> Iterator[tuple[int, int, int]]:
         prompts = [task.prompt for task in tasks]
         for response in batch_stream_generate(
             model, tokenizer, prompts, max_tokens, drafter=drafter, num_draft_tokens=draft_length
@@ -148,7 +148,7 @@ def our_batch(
 
 
 def race(
-    contenders: dict[str, Start], group: Sequence[Task], *, max_tokens: int, repeats: int
+    contenders: dict[str, Start], group: Sequence[RecordedText], *, max_tokens: int, repeats: int
 ) -> list[Group]:
     """Write a group with every contender, in turns, several times."""
     runs = [_race_once(contenders, group, max_tokens, seed=repeat) for repeat in range(repeats)]
@@ -170,7 +170,7 @@ def race(
 
 
 def _race_once(
-    contenders: dict[str, Start], group: Sequence[Task], max_tokens: int, seed: int
+    contenders: dict[str, Start], group: Sequence[RecordedText], max_tokens: int, seed: int
 ) -> dict[str, Run]:
     """One repeat; whose turn is next is drawn anew each time around, as in `timing.take_turns`."""
     draws = random.Random(seed)
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     model, tokenizer = load_model(args.model)
     prompts = read_prompts(args.prompts)
-    tasks = [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
+    tasks = [RecordedText(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
     contenders = {PLAIN: mlx_lm_batch(model, tokenizer)} | {
         name: our_batch(model, tokenizer, None if name == "none" else name, args.num_draft_tokens)
         for name in args.drafter or ["auto"]
@@ -282,7 +282,7 @@ def _line(groups: Sequence[Group]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batches", description=__doc__)
-    count = argument(positive_int)
+    count = number(int, 1)
     add = parser.add_argument
     add("--model", required=True, help="target: folder or Hugging Face name")
     add("--drafter", action="append", metavar="NAME", help="repeatable; none for ours without")

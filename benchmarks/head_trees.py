@@ -26,7 +26,7 @@ from benchmarks.heads import (
     target_and_prompts,
     tokens_a_pass,
 )
-from specdec_mlx.arguments import argument, parse_draft_length, positive_int
+from specdec_mlx.arguments import argument, number, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import load_head
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--branches",
-        type=argument(positive_int),
+        type=number(int, 1),
         default=BRANCHES,
         help="tokens at a place (%(default)s)",
     )

@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.arguments import argument, parse_draft_length, positive_int
+from specdec_mlx.arguments import argument, number, parse_draft_length
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.loading import load_head
@@ -216,7 +216,7 @@ def openings() -> list[Prompt]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that say what is raced: target, heads and prompts."""
-    count = argument(positive_int)
+    count = number(int, 1)
     add = parser.add_argument
     add("--model", help="target: folder or Hugging Face name (default: the lab's)")
     add("--head", action="append", default=[], metavar="HEAD", help="trained head (again for more)")

@@ -27,7 +27,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
-from specdec_mlx.arguments import argument, positive_int
+from specdec_mlx.arguments import number
 from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, head_path, target_path
@@ -135,13 +135,13 @@ def by_hundreds(target: nn.Module, tokenizer: Any, args: argparse.Namespace) -> 
     processors = make_logits_processors(dict.fromkeys(tokenizer.eos_token_ids, -np.inf))
     starts = range(0, args.long, args.max_tokens)
     total = np.zeros((len(WAYS), -(-len(starts) * args.max_tokens // EVERY), 3), int)
-    for number, opening in enumerate(_openings(args)):
+    for place, opening in enumerate(_openings(args)):
         prompt, texts = list(tokenizer.encode(opening)), []
         learning, counts = _learner_of_head(args.head, target), np.zeros_like(total)
         for of_way, drafter in zip(counts, (learning.drafter, learning), strict=True):
             text = list(prompt)
             for at in starts:
-                seed = number * args.long + at
+                seed = place * args.long + at
                 tokens, stats = write(target, text, drafter, seed, args, processors)
                 text += tokens
                 for drafted, accepted in stats.rounds:
@@ -246,19 +246,19 @@ def _as_loaded(draft: str | Path) -> ModelDrafter:
 
 
 def _parser() -> argparse.ArgumentParser:
-    number = argument(positive_int)
+    count = number(int, 1)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.online", description=__doc__)
     add = parser.add_argument
     add("--model", help="target: folder or Hugging Face name (default: the lab's)")
     add("--draft-model", help="draft model, not quantized (default: the lab's)")
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
-    add("--long", type=number, metavar="N", help="tokens of each text, in pieces (see above)")
+    add("--long", type=count, metavar="N", help="tokens of each text, in pieces (see above)")
     add("--head", metavar="FOLDER", help="head that `train` made, for long texts")
     add("--prompt", metavar="TEXT", help="begin all long texts with this")
-    add("--texts", type=number, default=32, help="texts of the series, of ours (%(default)s)")
-    add("--held-out", type=number, default=8, help="texts not learnt from (%(default)s)")
-    add("--max-tokens", type=number, default=100, help="tokens of a text or piece (%(default)s)")
-    add("--num-draft-tokens", type=number, default=4, help="tokens of a draft (%(default)s)")
+    add("--texts", type=count, default=32, help="texts of the series, of ours (%(default)s)")
+    add("--held-out", type=count, default=8, help="texts not learnt from (%(default)s)")
+    add("--max-tokens", type=count, default=100, help="tokens of a text or piece (%(default)s)")
+    add("--num-draft-tokens", type=count, default=4, help="tokens of a draft (%(default)s)")
     add("--temp", type=float, default=0.7, help="temperature (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the counts")
     return parser

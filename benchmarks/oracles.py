@@ -17,9 +17,10 @@ from specdec_mlx.contracts import (
     session_parts,
 )
 from specdec_mlx.lab.bench.cost import CostCurve
-from specdec_mlx.lab.bench.record import RecordedText
-from specdec_mlx.lab.bench.replay import Modelled, greedy_context, right_path, top_rows
+from specdec_mlx.lab.bench.replay import greedy_context, modelled, right_path, top_rows
+from specdec_mlx.lab.bench.timing import Sample
 from specdec_mlx.lab.papers.trees_of_several import candidates_of
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.proposing import proposing
 
 LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"
@@ -34,7 +35,7 @@ def length_oracle(
     vocab_size: int,
     draft_seconds: float = 0.0,
     longest: int = LONGEST_DRAFT,
-) -> Modelled:
+) -> Sample:
     """Draft exactly as many of the drafter's tokens as will be accepted.
 
     Of a drafter of trees it knows the shape, too: of all that its look-ups guess it drafts the path
@@ -62,15 +63,7 @@ def length_oracle(
         done += len(observed)
     if isinstance(session, Closes):
         session.close(len(text.prompt) + done)
-    return Modelled(
-        category=text.category,
-        tokens=len(text.generated),
-        passes=len(accepted),
-        drafted=sum(accepted),
-        accepted=sum(accepted),
-        seconds=seconds,
-        plain_seconds=cost(1) * len(text.generated),
-    )
+    return modelled(text, cost, seconds, len(accepted), sum(accepted), sum(accepted))
 
 
 def _num_right(session: Session, most: int, coming: Sequence[int]) -> int:
@@ -90,7 +83,7 @@ def _show(readers: Sequence[SeesTarget], text: RecordedText, places: Sequence[in
         reader.see(top_rows(text, places))
 
 
-def text_oracle(text: RecordedText, cost: CostCurve, longest: int = LONGEST_DRAFT) -> Modelled:
+def text_oracle(text: RecordedText, cost: CostCurve, longest: int = LONGEST_DRAFT) -> Sample:
     """The cheapest way to cut the text into passes.
 
     Args:
@@ -105,12 +98,4 @@ def text_oracle(text: RecordedText, cost: CostCurve, longest: int = LONGEST_DRAF
         seconds.append(seconds[n - best] + cost(best))
         passes.append(passes[n - best] + 1)
     drafted = len(text.generated) - passes[-1]
-    return Modelled(
-        category=text.category,
-        tokens=len(text.generated),
-        passes=passes[-1],
-        drafted=drafted,
-        accepted=drafted,
-        seconds=seconds[-1],
-        plain_seconds=cost(1) * len(text.generated),
-    )
+    return modelled(text, cost, seconds[-1], passes[-1], drafted, drafted)

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.lab.bench.timing import Contender, Counts, Emitted
+from specdec_mlx.lab.bench.timing import Contender, Emitted
 from specdec_mlx.lab.commands import bench
 
 MLX_DSPARK = "mlx-dspark"
@@ -98,14 +98,14 @@ class _Rounds:
     def emitted(self, tokens: list[int]) -> Generator[Emitted, None, None]:
         """The tokens with their rounds; the last round may be cut."""
         coming = iter(tokens)
-        counts = Counts(1, 0, 0)
+        counts = 1, 0, 0
         for token in coming:
-            yield Emitted(token, counts=counts, at=self.first_at)
+            yield Emitted(token, False, *counts, self.first_at)
             break
         for drafted, accepted, at in self.rounds:
-            counts = Counts(counts[0] + 1, counts[1] + drafted, counts[2] + (drafted > 0))
+            counts = counts[0] + 1, counts[1] + drafted, counts[2] + (drafted > 0)
             for i, token in zip(range(accepted + 1), coming, strict=False):
-                yield Emitted(token, i < accepted, counts=counts, at=at)
+                yield Emitted(token, i < accepted, *counts, at)
 
 
 def mlx_optiq(model: nn.Module, tokenizer: Any, temp: float) -> Contender:
@@ -128,8 +128,8 @@ def mlx_optiq(model: nn.Module, tokenizer: Any, temp: float) -> Contender:
                 from_draft = num_from_draft < stats.accepted
                 num_from_draft += from_draft
                 target_passes = stats.verify_steps + stats.plain_steps
-                counts = Counts(target_passes, stats.drafted, stats.verify_steps)
-                yield Emitted(int(token), from_draft, counts=counts)
+                counts = target_passes, stats.drafted, stats.verify_steps
+                yield Emitted(int(token), from_draft, *counts)
 
     return Contender(MLX_OPTIQ, start=start)
 

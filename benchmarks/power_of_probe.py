@@ -23,7 +23,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 
-from specdec_mlx.exactness.probe import first_inexact, probe
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.lab.probing import probe
 from specdec_mlx.lab.tables import markdown_table
 
 Sees = Callable[[mx.array, mx.array, int], mx.array]

@@ -93,8 +93,8 @@ def trials(records: Iterable[Record], drafters: Sequence[str], cost: CostCurve) 
                     drafter,
                     make_draft_length("auto", tuning),
                     cost,
-                    max_tokens=int(record.settings["max_tokens"]),
-                    vocab_size=int(record.settings["vocab_size"]),
+                    max_tokens=record.settings.max_tokens,
+                    vocab_size=record.settings.vocab_size,
                 )
             scale = 10_000 / (sum(map(sum, tuning.noted.values())) or 1)
             for key, (wrong, right) in tuning.noted.items():

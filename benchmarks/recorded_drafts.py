@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
-from specdec_mlx.lab.bench.record import RecordedText, load_record
+from specdec_mlx.lab.bench.record import load_record
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.token_ids import to_ids
 
 LONGEST_CHAIN = 16

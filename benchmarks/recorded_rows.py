@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import mlx.nn as nn
 
@@ -22,15 +22,14 @@ from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.value import DraftLength
 from specdec_mlx.lab.bench.cost import CostCurve
-from specdec_mlx.lab.bench.record import Record, RecordedText
-from specdec_mlx.lab.bench.replay import Modelled, RecordedTarget, greedy_context
-from specdec_mlx.lab.prompts import spread
+from specdec_mlx.lab.bench.record import Record
+from specdec_mlx.lab.bench.replay import RecordedTarget, greedy_context
+from specdec_mlx.lab.bench.timing import PLAIN, Sample
+from specdec_mlx.lab.prompts import RecordedText, spread
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Generation
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import SequenceState
-from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target import Verifier
 
 Kind = TypeVar("Kind")
 
@@ -99,7 +98,7 @@ class RecordedBatch(BatchGeneration):
     def begin_text(self, uid: int, request: Request) -> BatchText:
         """A text before anything is generated."""
         text = self.texts[uid]
-        target = RecordedRow(text, self.vocab_size)
+        target: Any = RecordedRow(text, self.vocab_size)
         sequence = SequenceState(list(text.prompt), len(text.prompt), len(text.generated))
         drafting = Drafting(
             self.drafter,
@@ -109,9 +108,10 @@ class RecordedBatch(BatchGeneration):
             keeps_cache=False,
             stream=self.options.stream,
         )
-        drafting.begin(greedy_context(self.vocab_size))
-        generation = Generation(target, sequence, drafting, SpeculationStats())
-        return BatchText(uid, request, generation, cast(Verifier, target))
+        context = greedy_context(self.vocab_size)
+        generation = Generation(target, sequence, drafting, context)
+        generation.begin()
+        return BatchText(uid, request, generation, target)
 
 
 def replay_rows(
@@ -122,7 +122,7 @@ def replay_rows(
     *,
     vocab_size: int,
     memory: nn.Module,
-) -> Modelled:
+) -> Sample:
     """Run a batch over recorded texts, all of them together.
 
     Args:
@@ -156,13 +156,15 @@ def replay_rows(
             accepted += token.from_draft
             stats[uid] = token.stats
     assert written == [text.generated for text in texts]
-    return Modelled(
+    return Sample(
+        PLAIN,
+        id="+".join(text.id for text in texts),
         category="+".join(sorted({text.category for text in texts})),
-        tokens=sum(map(len, written)),
+        num_tokens=sum(map(len, written)),
         passes=batch.num_rounds,
         drafted=sum(account.drafted for account in stats.values()),
         accepted=accepted,
-        seconds=batch.clock.total,
+        decode_seconds=batch.clock.total,
         plain_seconds=plain_seconds([len(text.generated) for text in texts], cost),
     )
 
@@ -228,7 +230,7 @@ def _score(
             drafter,
             parse_draft_length(length),
             cost,
-            vocab_size=int(record.settings["vocab_size"]),
+            vocab_size=record.settings.vocab_size,
             memory=memory,
         )
         for group in groups_of(record.texts, rows)
@@ -239,7 +241,7 @@ def _score(
         name,
         length,
         groups=len(done),
-        tokens=sum(m.tokens for m in done),
+        tokens=sum(m.num_tokens for m in done),
         target_passes=sum(m.passes for m in done),
         drafted=sum(m.drafted for m in done),
         accepted=sum(m.accepted for m in done),

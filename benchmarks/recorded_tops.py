@@ -12,15 +12,16 @@ is not known to a replay, so that what it says of such a drafter is a lower boun
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from msgspec.structs import replace
 from tqdm import tqdm
 
-from specdec_mlx.lab.bench.record import RecordedText, load_record, save_record
+from specdec_mlx.lab.bench.record import load_record, save_record
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.models.loading import load_model
 
 TOP = 8  # tokens that are recorded of each place

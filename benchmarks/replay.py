@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from benchmarks.oracles import (
     LENGTH_ORACLE,
     LONGEST_DRAFT,
@@ -26,11 +28,12 @@ from benchmarks.oracles import (
 )
 from benchmarks.recorded_drafts import load_drafts
 from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
-from specdec_mlx.arguments import argument, positive_int
+from specdec_mlx.arguments import number
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.record import Record
-from specdec_mlx.lab.bench.replay import Score, Scores, score_record, scores_of
+from specdec_mlx.lab.bench.replay import modelled_results, score_record
+from specdec_mlx.lab.bench.summary import Result
 from specdec_mlx.lab.commands import replay
 
 Drafters = Mapping[str, Callable[[], Drafter | None]]
@@ -38,7 +41,7 @@ Drafters = Mapping[str, Callable[[], Drafter | None]]
 
 def score_oracles(
     record: Record, drafters: Drafters, cost: CostCurve, *, draft_cost: float, longest: int
-) -> Scores:
+) -> list[Result]:
     """Of each drafter the length oracle, and the text oracle.
 
     Args:
@@ -48,7 +51,7 @@ def score_oracles(
         draft_cost: of a draft token, in c(1).
         longest: most tokens of a draft.
     """
-    vocab_size, scores = int(record.settings["vocab_size"]), Scores()
+    vocab_size, results = record.settings.vocab_size, list[Result]()
     for name, make in drafters.items():
         if (drafter := make()) is None:
             continue
@@ -63,10 +66,9 @@ def score_oracles(
             )
             for text in record.texts
         ]
-        scores += scores_of(record, cost.name, name, LENGTH_ORACLE, bounds)
+        results += modelled_results(record, cost, name, LENGTH_ORACLE, bounds)
     best = [text_oracle(text, cost, longest) for text in record.texts]
-    scores += scores_of(record, cost.name, TEXT_ORACLE, "", best)
-    return scores
+    return results + modelled_results(record, cost, TEXT_ORACLE, "", best)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,27 +83,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.drafter or not drafters:
         drafters = replay.drafters_of(args) | drafters
     lengths = args.num_draft_tokens or replay.DEFAULT_LENGTHS
-    everything: list[Score | RowsScore] = []
+    results, of_batches = list[Result](), list[RowsScore]()
     for cost in replay.costs_of(args, record):
-        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
+        print(f"Modelled speed, {len(record.texts)} texts, cost {cost.name}:\n")
         if args.rows:
             of_rows = score_rows(record, drafters, lengths, args.rows, cost)
-            everything += of_rows
+            of_batches += of_rows
             print(f"{format_rows(of_rows)}\n")
             continue
-        scores = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
+        scored = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
         if args.longest > 0:
-            scores += score_oracles(
-                record, drafters, cost, draft_cost=args.draft_cost, longest=args.longest
+            scored.results.extend(
+                score_oracles(
+                    record, drafters, cost, draft_cost=args.draft_cost, longest=args.longest
+                )
             )
-        everything += scores
-        print(f"{scores}\n")
-    if args.json:
-        args.json.write_text(
-            json.dumps([asdict(score) for score in everything], indent=1), encoding="utf-8"
-        )
-    if args.plot:
-        replay.draw(args.plot, Scores(s for s in everything if isinstance(s, Score)))
+        results += scored.results
+        print(f"{scored}\n")
+    if args.rows and args.json:
+        rows = [asdict(score) for score in of_batches]
+        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    elif not args.rows:
+        replay.write(args, replace(record, results=results))
     return 0
 
 
@@ -125,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--rows",
         action="append",
-        type=argument(positive_int),
+        type=number(int, 1),
         metavar="N",
         help="repeatable: N texts at a time in one batch, without oracles; a pass of width m costs "
         "c(N m)",

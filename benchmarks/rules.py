@@ -26,7 +26,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.counterfactual import BY_ROUND, Counterfactual
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.lab.prompts import Task, choose, encode_chat, read_prompts
+from specdec_mlx.lab.prompts import RecordedText, choose, encode_chat, read_prompts
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import speculate
 from specdec_mlx.models.loading import load_model
@@ -67,7 +67,7 @@ class RuleResult:
 def account_of(
     model: nn.Module,
     drafter: Drafter,
-    tasks: Sequence[Task],
+    tasks: Sequence[RecordedText],
     *,
     max_tokens: int,
     temp: float,
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     draft_model = four_bit_copy(path) if given is None else given
     prompts = read_prompts(args.prompts)
     prompts = choose(prompts, per_category=args.per_category)
-    tasks = [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
+    tasks = [RecordedText(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
     with tqdm(total=len(tasks), desc="rules", unit="text", file=sys.stderr) as bar:
         account = account_of(
             model,

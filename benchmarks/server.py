@@ -30,7 +30,7 @@ from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_mo
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.lab.prompts import choose, read_prompts
+from specdec_mlx.lab.prompts import choose, encode_chat, read_prompts
 
 STOCK, OURS = "mlx_lm.server", "specdec-mlx server"
 MODULES = {STOCK: "mlx_lm", OURS: "specdec_mlx"}
@@ -281,7 +281,6 @@ def time_library(
     import mlx_lm
 
     from specdec_mlx.generation import stream_generate
-    from specdec_mlx.lab.prompts import encode_chat
 
     loaded, tokenizer = mlx_lm.load(model)[:2]
     calls: list[Callable[[list[int]], Any]] = [

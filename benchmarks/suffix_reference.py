@@ -18,10 +18,11 @@ from typing import Any
 from specdec_mlx.contracts import ROOT, Draft
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.lab.bench.cost import linear_cost
-from specdec_mlx.lab.bench.record import Record, RecordedText
+from specdec_mlx.lab.bench.record import Record
 from specdec_mlx.lab.bench.replay import record_of_sessions, right_path, score_record
 from specdec_mlx.lab.bench.summary import ALL
 from specdec_mlx.lab.papers.suffix_trees import SuffixTreeDrafter
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.memory.store import Memory
 
@@ -68,8 +69,8 @@ def ours(record: Record, size: int, *, trees: bool, keeps: bool) -> float:
     """Tokens a pass of `SuffixDrafter` on all texts."""
     make = SuffixTreeDrafter if trees else SuffixDrafter
     drafter = make(Memory()) if keeps else make()
-    scores = score_record(record, {"ours": drafter}, [str(size)], linear_cost(0.0))
-    return next(score.tokens_per_pass for score in scores if score.category == ALL)
+    scored = score_record(record, {"ours": drafter}, [str(size)], linear_cost(0.0))
+    return next(r.tokens_per_pass for r in scored.results if r.category == ALL)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

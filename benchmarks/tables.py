@@ -70,7 +70,7 @@ def speeds() -> list[str]:
 
 def modelled(by_cost: Mapping[str, Result]) -> list[str]:
     """The speeds of one way of drafting."""
-    return [f"{by_cost[cost]['speedup']:.2f}" for cost in COSTS]
+    return [f"{by_cost[cost]['ratio']:.2f}" for cost in COSTS]
 
 
 def sessions(kinds: Mapping[str, Iterable[Result]]) -> str:

@@ -23,15 +23,13 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx import loop
-from specdec_mlx.arguments import argument, positive_int
+from specdec_mlx.arguments import number
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft
 from specdec_mlx.lab import target_path
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.rules import Match
-from specdec_mlx.sampling import Noise, Sampling
-from specdec_mlx.target import NextToken, Verifier
+from specdec_mlx.target import Verifier
 from specdec_mlx.trees.shape import path_to
 
 SIZES = (4, 8, 16)
@@ -109,8 +107,7 @@ class TreeMeter:
     def __init__(self, model: nn.Module, tokens: Sequence[int], context: int) -> None:
         """Read the text; ValueError for a model that takes no trees."""
         self.rollback = Rollback(make_prompt_cache(model))
-        next_token = NextToken(Sampling(), (), Noise(0))
-        self.verifier = Verifier(model, self.rollback, next_token=next_token, given_rule=Match())
+        self.verifier = Verifier(model, self.rollback)
         self.tokens = (list(tokens) * (context // len(tokens) + 2))[: context + max(SIZES) + 1]
         self.context = context
         if not self.verifier.takes_trees():
@@ -172,7 +169,7 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", help="folder or Hugging Face name (default: the lab's target)")
-    parser.add_argument("--repeats", type=argument(positive_int), default=15, help="(%(default)s)")
+    parser.add_argument("--repeats", type=number(int, 1), default=15, help="(%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     args = parser.parse_args()
     model, tokenizer = load_model(args.model or target_path())

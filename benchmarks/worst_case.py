@@ -14,19 +14,19 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
+from msgspec.structs import replace
 
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.lab.bench.record import or_dash
 from specdec_mlx.lab.bench.summary import ALL, Result, summarise
 from specdec_mlx.lab.bench.timing import (
     PLAIN,
@@ -38,8 +38,8 @@ from specdec_mlx.lab.bench.timing import (
     run_interleaved,
     time_generation,
 )
-from specdec_mlx.lab.prompts import Task, encode_chat, read_prompts
-from specdec_mlx.lab.tables import markdown_table
+from specdec_mlx.lab.prompts import RecordedText, encode_chat, read_prompts
+from specdec_mlx.lab.tables import markdown_table, or_dash
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.models.loading import load_model
 
@@ -127,7 +127,7 @@ def measure(
 
 
 def _results(
-    tasks: Sequence[Task], contenders: Sequence[Contender], settings: Settings
+    tasks: Sequence[RecordedText], contenders: Sequence[Contender], settings: Settings
 ) -> dict[str, Result]:
     ways = [unended(contender) for contender in contenders]
     samples = list(run_interleaved(tasks, ways, settings))
@@ -158,10 +158,10 @@ def shuffled(model: nn.Module) -> nn.Module:
     return model
 
 
-def tasks_of(tokenizer: Any, texts: Sequence[str], category: str) -> list[Task]:
+def tasks_of(tokenizer: Any, texts: Sequence[str], category: str) -> list[RecordedText]:
     """User messages through the chat template; `category` is what results call them."""
     return [
-        Task(f"{category}/{i}", category, encode_chat(tokenizer, text))
+        RecordedText(f"{category}/{i}", category, encode_chat(tokenizer, text))
         for i, text in enumerate(texts)
     ]
 

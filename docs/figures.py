@@ -16,14 +16,15 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from math import log2
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from specdec_mlx.draft_length.costs import CURVES
 from specdec_mlx.lab import plots
-from specdec_mlx.lab.bench.record import read_cost, read_result
+from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.summary import ALL, Result
 from specdec_mlx.lab.plots import Plot, label_axes, legend
 from specdec_mlx.views.html import BLUE, GREEN, GREY, ORANGE, VERMILLION
@@ -61,7 +62,7 @@ def take_over_scores(given: Iterable[str]) -> None:
         for score in json.loads(Path(path).read_text(encoding="utf-8")):
             if not score["session"]:
                 of_curve = speeds.setdefault(drafter, {}).setdefault(score["cost"], {})
-                of_curve[score["category"]] = round(score["speedup"], 3)
+                of_curve[score["category"]] = round(score["ratio"], 3)
     EXPECTED.write_text(json.dumps(speeds, indent=1) + "\n", encoding="utf-8")
 
 
@@ -72,8 +73,7 @@ def read() -> dict[str, dict[str, Any]]:
 
 def figures(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """File name -> figure."""
-    curve = read_cost(data["benchmark"]["cost"])
-    assert curve is not None
+    curve = CostCurve(**data["benchmark"]["cost"])
     return {
         "speed_by_text": speed_by_text(data),
         "cost": plots.cost_curve(curve),
@@ -203,8 +203,12 @@ def caption(records: Iterable[dict[str, Any]]) -> str:
 
 
 def results(data: dict[str, dict[str, Any]], name: str) -> list[Result]:
-    """Results of a committed benchmark."""
-    return [read_result(result) for result in data[name]["results"]]
+    """Results of a committed benchmark; fields of older versions are left out."""
+    known = Result.__struct_fields__
+    return [
+        Result(**{field: value for field, value in result.items() if field in known})
+        for result in data[name]["results"]
+    ]
 
 
 def digest() -> str:

@@ -28,7 +28,7 @@ from specdec_mlx.exactness.probe import places_of, tree_report
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of, ways_back
 from specdec_mlx.loop import Token
 from specdec_mlx.models.anatomy import Taps
-from specdec_mlx.target import ModelPass
+from specdec_mlx.target import Verifier
 from specdec_mlx.trees.passes import takes_trees
 from specdec_mlx.trees.shape import path_to
 
@@ -339,7 +339,7 @@ class Case:
     @property
     def trees(self) -> str:
         """A tree in one pass, across the end of a window and past it."""
-        target = ModelPass(self.model, Rollback(make_prompt_cache(self.model)))
+        target = Verifier(self.model, Rollback(make_prompt_cache(self.model)))
         if not takes_trees(target.rollback):
             return "chains"
         deviations = [tree_deviation(self.model, length) for length in TREES_AFTER]
@@ -375,7 +375,7 @@ def tree_deviation(
     """Largest difference of a logit of a tree's nodes from those of their own paths run alone."""
     caches, fed = before_a_tree(model, length, make)
     mx.eval([cache.state for cache in caches])
-    target = ModelPass(model, Rollback(copy.deepcopy(caches), length))
+    target = Verifier(model, Rollback(copy.deepcopy(caches), length))
     target.rollback.checkpoint()
     worst, after = against_paths(model, caches, fed, target.feed(fed, parents=TREE), kept)
     end = length + 1 + len(path_to(kept, TREE))

@@ -20,8 +20,8 @@ from specdec_mlx.draft_length.costs import MILDEST, Curve
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto, make_draft_length
-from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import RecordedTarget, greedy_context
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import Generation, RoundClock
 from specdec_mlx.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
@@ -189,8 +189,9 @@ def written(
     drafting = Drafting(timed, policy, target, sequence, **options)
     stats = SpeculationStats()
     clock = MadeUpClock(now=machine.now, machine=machine)
-    generation = Generation(target, sequence, drafting, stats, clock=clock)
-    with closing(generation.run(greedy_context(10_000))) as tokens:
+    context = greedy_context(10_000)
+    generation = Generation(target, sequence, drafting, context, stats=stats, clock=clock)
+    with closing(generation.run()) as tokens:
         emitted = [token.token for token in islice(tokens, len(text.generated))]
     assert emitted == text.generated
     return stats

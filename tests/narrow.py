@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 import tiny
-from specdec_mlx.lab.prompts import Task
+from specdec_mlx.lab.prompts import RecordedText
 
 NUM_TOKENS = 4  # ids that it writes; so few that look-ups find matches, right and wrong ones
 VOCAB = 128
@@ -39,11 +39,11 @@ def model(seed: int = 0) -> nn.Module:
     return Narrow(tiny.build("llama", seed=seed))
 
 
-def tasks(count: int = 4, categories: int = 2) -> list[Task]:
+def tasks(count: int = 4, categories: int = 2) -> list[RecordedText]:
     """Tasks with random prompts over the same few ids."""
     coins = random.Random(0)
     prompts = [[coins.randrange(NUM_TOKENS) for _ in range(10 + i)] for i in range(count)]
-    return [Task(f"task {i}", f"kind {i % categories}", p) for i, p in enumerate(prompts)]
+    return [RecordedText(f"task {i}", f"kind {i % categories}", p) for i, p in enumerate(prompts)]
 
 
 @dataclass

@@ -174,7 +174,7 @@ def test_formulas_are_drawn_without_a_script(text: Path) -> None:
 
 ROOMS = ("drafters", "errors", "lab", "rules", "stats")
 """Rooms of the public names that `specdec_mlx` itself does not have."""
-OF_ONE_MODULE = ("caches", "generation", "mlx_lm_plugin", "vision")
+OF_ONE_MODULE = ("caches", "files", "generation", "mlx_lm_plugin", "vision")
 """Modules of which a response, a strategy or a vision model is public."""
 
 
@@ -210,6 +210,21 @@ def test_the_api_page_has_every_public_name_and_no_other() -> None:
         "left out": {"specdec_mlx.Options"},
         "by a path": {"specdec_mlx.options.Options"},
     }
+
+
+@in_one_test("page", PAGES_WITH_CODE)
+def test_pages_import_public_names_alone(page: Path) -> None:
+    """What a reader copies is on the page of the API, under the name that it is imported by."""
+    shown = set(re.findall(r"(?m)^::: (\S+)$", text_of(API)))
+    trees = [ast.parse(block.code) for block in blocks(page)]
+    imports = [
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    ]
+    names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    rooms, modules = {f"specdec_mlx.{room}" for room in ROOMS}, {"specdec_mlx.stats.theory"}
+    ours = {name for name in names if name.startswith("specdec_mlx.")}
+    guessed = {name for name in ours if name.rpartition(".")[0] not in modules}
+    assert guessed <= shown | rooms | modules, page.name
 
 
 def test_pages_name_what_there_is() -> None:
@@ -404,9 +419,11 @@ def shown_by(cell: Any) -> str:
 
 
 SHORTER = """
-from specdec_mlx.lab.bench import timing
+from functools import partial
 
-timing.Settings.__init__.__defaults__ = (32, *timing.Settings.__init__.__defaults__[1:])
+from specdec_mlx.lab.bench import run
+
+run.Settings = partial(run.Settings, 32)
 """
 """Before a notebook's cells: benchmarks of fewer tokens than a reader's."""
 

@@ -75,14 +75,14 @@ def test_two_draft_models_on_one_target_share_no_history(target: nn.Module, tmp_
     one, two = (sd.ModelDrafter(tiny.build("qwen2", seed=seed)) for seed in (1, 2))
     tuning = Tuning()
     learn(target, one, tuning)
-    first = deepcopy(tuning.of(one.key).as_dict())
+    first = deepcopy(tuning.of(one.key).saved())
     learn(target, two, tuning)
-    assert tuning.of(one.key).as_dict() == first != tuning.of(two.key).as_dict()
+    assert tuning.of(one.key).saved() == first != tuning.of(two.key).saved()
     tuning.save(tmp_path / "tuning.json")
     loaded = Tuning.load(tmp_path / "tuning.json")
     assert set(loaded.drafters) == {one.key, two.key}
     for key in (one.key, two.key):
-        assert loaded.of(key).as_dict() == tuning.of(key).as_dict()
+        assert loaded.of(key).saved() == tuning.of(key).saved()
     assert loaded.of("another", look_up=True) == Tuning().of("new", look_up=True)
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from itertools import product
@@ -294,18 +295,22 @@ NUMBERS: list[dict[str, int]] = [
 
 
 def tokens_of(found: Any) -> list[Any]:
-    """All tokens of what a call returned."""
+    """All tokens of what a call returned, those of a batch text by text."""
     if isinstance(found, BeamSearchResponse):
         return [beam.tokens for beam in found.beams]
-    return [getattr(part, "token", part) for part in found]
+    by_text = sorted(
+        found, key=lambda part: (getattr(part, "index", 0), getattr(part, "sample", 0))
+    )
+    return [getattr(part, "token", part) for part in by_text]
 
 
-@pytest.mark.filterwarnings("ignore:specdec_mlx. caches with max_kv_size")
+@pytest.mark.filterwarnings("ignore:specdec_mlx. caches with (max_kv_size|kv_bits)")
 @in_one_test("name", CALLS)
 def test_numbers_and_prompts_may_be_of_any_library(name: str) -> None:
     """NumPy's integers and arrays, and MLX's, give the text that Python's give."""
     call, function = CALLS[name]
-    taken = inspect.signature(function).parameters
+    taken = {*inspect.signature(function).parameters}
+    taken |= {one.name for one in fields(sd.Options)} if "options" in taken else set()
     for table in NUMBERS:
         numbers = {key: value for key, value in table.items() if key in taken}
         given: dict[str, Any] = {"max_tokens": 6, "drafter": sd.NGramDrafter()} | numbers

@@ -12,6 +12,7 @@ import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from math import inf, nan
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, get_args
@@ -82,14 +83,6 @@ def _value(text: str) -> int | float | bool | str | None:
     if _FLOAT.fullmatch(text):
         return float(text)
     return text[1:-1] if _QUOTED.fullmatch(text) else text
-
-
-def positive_int(text: str) -> int:
-    """An int of at least 1; raises ValueError."""
-    number = int(text) if _INT.fullmatch(text) else 0
-    if number < 1:
-        raise ValueError(f"{text!r}: expected an int >= 1.")
-    return number
 
 
 def shown(value: object) -> str:
@@ -261,22 +254,27 @@ def known(what: str, names: Sequence[str], more: str = "") -> Callable[[str], st
     return checked(parse)
 
 
-def number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[str], Any]:
-    """The `type` of a flag that takes a number within bounds; `kind` is int or float."""
+def number(kind: type[int | float], least: float, most: float = inf) -> Callable[[str], Any]:
+    """The `type` of a flag that takes a number within bounds, of this kind."""
+    bounds = f">= {least:g}" if most == inf else f"from {least:g} to {most:g}"
 
-    @functools.wraps(kind)
-    def parse(text: str) -> Any:
-        if not least <= (value := kind(text)) <= most:
-            raise ValueError(f"{text}: expected a number from {least:g} to {most:g}.")
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = nan
+        if not least <= value <= most:
+            what = "an int" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {what} {bounds}.")
         return value
 
-    return argument(parse)
+    return parse
 
 
 def add_lighter_arguments(parser: Any) -> None:
     """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
-    how = {"type": argument(positive_int), "metavar": "N"}
-    parser.add_argument("--draft-layers", help="Draft with its first layers only.", **how)
+    text = "Draft with its first layers only."
+    parser.add_argument("--draft-layers", type=number(int, 1), metavar="N", help=text)
 
 
 def existing_file(text: str) -> Path:

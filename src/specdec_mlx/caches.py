@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -36,16 +37,19 @@ class Strategy:
     """How one class of cache goes back; as it is, by the cache's own `trim`.
 
     must_restore: going back may need what `save` took before the pass, which is kept until the
-    verdict. `back` is a number of positions > 0.
+    verdict. gathers: `gather` can keep some of the last rows and drop those between them, which
+    trees need. `back` is a number of positions > 0.
     """
 
     name = "trim"
     must_restore = False
-    # nothing but the attributes is saved, which needs no call in each pass
-    saves_by_name = True
+    gathers = False
+    # nothing but the attributes is saved, and any width is exact: no call in each pass
+    saves_by_name = takes_any_width = True
 
     def __init_subclass__(cls) -> None:
         cls.saves_by_name = cls.save is Strategy.save
+        cls.takes_any_width = cls.widest_pass is Strategy.widest_pass
 
     def save(self, cache: Any) -> Any:
         """All that `restore` needs, taken before a pass; no buffer is copied."""
@@ -69,28 +73,26 @@ class Strategy:
         """Most positions that one pass may have and still be exact; None for any number."""
         return None
 
-
-Trim = Strategy
-
-
-@runtime_checkable
-class Gathers(Protocol):
-    """A strategy that can keep some of the last rows and drop those between them (for trees)."""
-
     def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
-        """Of the `last` positions keep those with the given indices, in this order."""
+        """Of the `last` positions keep those with the given indices, in this order.
 
-
-class TrimToPath(Trim):
-    """Keep some of the last rows, for caches that hold one row a position."""
-
-    def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
+        As it is, for caches that hold one row a position.
+        """
         if not cache.empty():
             # in a window rows are shifted
             begin = getattr(cache, "_idx", cache.offset) - last
             cache.keys = _moved(cache.keys, begin, kept)
             cache.values = _moved(cache.values, begin, kept)
         self.trim(cache, last - len(kept))
+
+
+Trim = Strategy
+
+
+class TrimToPath(Trim):
+    """Trim, or keep some of the last rows, for caches that hold one row a position."""
+
+    gathers = True
 
 
 class TrimAndSlice(Trim):
@@ -117,7 +119,7 @@ class SavedBuffers(Trim):
         vars(cache).update({name: saved_buffer(value) for name, value in saved.items()})
 
 
-class RotatingWindow(SavedBuffers, TrimToPath):
+class RotatingWindow(SavedBuffers):
     """A rotating window: in temporal order after a pass over several positions, so sliced then.
 
     With `keep` > 0 the mask for several positions forgets the kept tokens once the window is full:
@@ -125,6 +127,7 @@ class RotatingWindow(SavedBuffers, TrimToPath):
     """
 
     name = "window"
+    gathers = True
 
     def can_trim(self, cache: Any, back: int) -> bool:
         if cache.offset <= cache.max_size:
@@ -294,13 +297,21 @@ def wait_for(caches: Sequence[Any]) -> None:
     mx.eval(states_of(caches))
 
 
+def chain_pass(
+    model: nn.Module, tokens: mx.array, caches: Sequence[Any], **inputs: Any
+) -> mx.array:
+    """Logits [S, V] of a pass over tokens [S] in a row, lazy."""
+    logits: mx.array = model(tokens[None], cache=caches, **inputs).squeeze(0)
+    return logits
+
+
 @dataclass
 class Rollback:
     """A model's caches, and how many positions they hold of what this object was fed.
 
     caches: the caller's own list, whose entries may be replaced (kv_bits does). states: how
     recurrences go step by step once the prompt was read, or None. base: positions of earlier texts,
-    where the caches are kept elsewhere, with those of other texts.
+    of which caches know but for those kept elsewhere.
     """
 
     caches: list[Any]
@@ -311,8 +322,14 @@ class Rollback:
     """Positions, and what each cache needs to go back there; None for one that needs nothing."""
     _found: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
     _found_in: list[Any] = field(default_factory=list, compare=False)
+    _take_any_width: bool = True
     _chosen: dict[int, Strategy] = field(default_factory=dict)
     """Index among all caches -> its way back into the latest pass, where it has one of its own."""
+
+    def __post_init__(self) -> None:
+        offsets = [cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset")]
+        if offsets:
+            self.base = max(offsets) - self.position
 
     @classmethod
     def of(cls, model: nn.Module, caches: list[Any] | None = None) -> Rollback:
@@ -328,18 +345,12 @@ class Rollback:
     ) -> mx.array:
         """One pass of a model over tokens [S]; logits [S, V]. Exceptions change no cache.
 
-        call: a function that calls the model in another way, from (model, tokens [S], caches,
-        **inputs) to logits [S, V].
+        call: calls the model, from (model, tokens [S], caches, **inputs) to logits [S, V]; None for
+        tokens in a row.
         """
         width, states = tokens.shape[0], self.states
+        run = partial(call or chain_pass, model, tokens, self.caches, **inputs)
         self._chosen = {}
-
-        def run() -> mx.array:
-            if call is not None:
-                return call(model, tokens, self.caches, **inputs)
-            logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
-            return logits
-
         if states is None or width == 1:
             logits = self._all_or_nothing(run)
         else:
@@ -384,14 +395,16 @@ class Rollback:
 
     def widest_pass(self) -> int | None:
         """Most positions that one pass may have here; None for any number."""
-        limits = (strategy.widest_pass(cache) for cache, strategy in self.strategies())
+        pairs = self.strategies()
+        if self._take_any_width:
+            return None
+        limits = (strategy.widest_pass(cache) for cache, strategy in pairs)
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def end(self) -> int:
         """Positions that the caches hold, those of earlier turns included."""
-        offsets = (cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset"))
-        return max(offsets, default=self.base + self.position)
+        return self.base + self.position
 
     def keep(self, position: int, kept: Sequence[int]) -> int:
         """Keep some positions of a draft that began at `position`; see `rewind_to`.
@@ -405,7 +418,7 @@ class Rollback:
 
         def gather() -> None:
             for layer, (cache, strategy) in enumerate(self.strategies()):
-                if not isinstance(strategy, Gathers):
+                if not strategy.gathers:
                     raise CacheRollbackError(
                         f"Cache {layer} ({type(cache).__name__}) cannot keep rows {list(kept)} of "
                         "a draft and drop those between them. Draft chains with this kind of cache."
@@ -441,6 +454,7 @@ class Rollback:
         if [*map(id, self._found_in)] != [*map(id, self.caches)]:
             self._found_in = list(self.caches)
             self._found = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
+            self._take_any_width = all(s.takes_any_width for _, s in self._found)
         if not self._chosen:
             return self._found
         return [(cache, self._chosen.get(i) or s) for i, (cache, s) in enumerate(self._found)]
@@ -547,36 +561,3 @@ def check_usable(caches: Sequence[Any]) -> None:
                 f"prompt_cache holds a {type(cache).__name__} that is not usable: {reason} Make "
                 "new caches and start from the prompt."
             )
-
-
-def check_caches_fit(model: nn.Module, caches: Sequence[Any]) -> None:
-    """Raise ValueError for a draft model's caches that another model made or filled.
-
-    A pass that is never computed tells which kinds and sizes the model fills.
-    """
-    fresh = make_prompt_cache(model)
-    model(mx.array([[0]]), cache=fresh)
-    given, due = ([_about(cache) for cache in leaves(x)] for x in (caches, fresh))
-    if len(caches) == len(fresh) and len(given) == len(due):
-        pairs = zip(given, due, strict=True)
-        if all(
-            kind is other and (sizes is None or sizes == right)
-            for (kind, sizes), (other, right) in pairs
-        ):
-            return
-    raise ValueError(
-        f"prompt_cache holds {len(caches)} caches behind the target's that are not the draft "
-        f"model's; expected {len(fresh)}, as of mlx_lm.models.cache.make_prompt_cache(model) for "
-        "the draft model, which alone has filled them."
-    )
-
-
-def _about(cache: Any) -> tuple[type, list[Any] | None]:
-    """The class of a cache, and the sizes of what it holds; None where nothing is there."""
-    if isinstance(cache, ArraysCache):
-        is_filled = all(slot is not None for slot in cache.cache)
-        return type(cache), [slot.shape[1:] for slot in cache.cache] if is_filled else None
-    keys: Any = getattr(cache, "keys", None)
-    is_array = isinstance(keys, mx.array)
-    sizes = [keys.shape[1], keys.shape[-1]] if is_array else None
-    return KVCache if isinstance(cache, READABLE) else type(cache), sizes

@@ -23,9 +23,8 @@ from specdec_mlx.arguments import shown, wrong
 from specdec_mlx.errors import DraftError, VerdictError
 
 if TYPE_CHECKING:
-    from specdec_mlx.caches import Rollback
     from specdec_mlx.sampling import Noise, Sampling
-    from specdec_mlx.target import ModelPass
+    from specdec_mlx.target import Verifier
 
 
 ROOT = -1  # parent of a draft token that continues the text itself
@@ -245,7 +244,7 @@ class DraftContext:
     tokenizer: Any = None
     draft_cache: list[Any] | None = None
     prefill_step_size: int = 2048
-    target_caches: ModelPass | None = None
+    target_caches: Verifier | None = None
     shared_drafts: Callable[..., Any] | None = None
     num_unseen: int = 0
 
@@ -558,82 +557,6 @@ class FeatureRows:
             top_tokens=together([part.top_tokens for part in parts]),
             keys_values=parts[-1].keys_values,
         )
-
-
-class PendingPass(Protocol):
-    """A pass of the target that is under way.
-
-    draft: what it verifies. num_fed: positions computed. logprobs: K+1 times [1, V], processed,
-    before temperature and filters, as mlx-lm reports them; who keeps one keeps no other. features:
-    rows for a drafter that reads, or None.
-    """
-
-    draft: Draft
-    num_fed: int
-    logprobs: Any
-    features: FeatureRows | None
-
-    @property
-    def next_token(self) -> Any:
-        """Token after an empty draft, uint32 [1], not computed yet."""
-
-    def wait(self) -> None:
-        """Wait until it is computed."""
-
-    def read(self) -> Outcome:
-        """The outcome; the only host synchronisation of a round."""
-
-
-class Target(Protocol):
-    """The target of one generation, as the loop sees it: it verifies drafts and can go back.
-
-    remembers: a logits processor may keep what it was shown.
-    """
-
-    remembers: bool
-
-    @property
-    def rollback(self) -> Rollback:
-        """Its caches, and how many positions of the text they hold."""
-
-    def launch(
-        self,
-        pending: Sequence[int] | mx.array,
-        draft: Draft,
-        position: int,
-        embeddings: mx.array | None = None,
-    ) -> PendingPass:
-        """Start a pass over the pending tokens, at least one, and a draft, which may be empty.
-
-        position: index of the next token among those generated. embeddings: of the pending, [S, D].
-        """
-
-    def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
-        """One pass for the caches alone; logits [S, V], lazy."""
-
-    def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
-        """Add tokens of the text to what logits processors see."""
-
-    def show_end(self, logprobs: mx.array) -> None:
-        """Show them the text when no pass comes after it; logprobs: [1, V], any."""
-
-    def vocab_size(self) -> int:
-        """V."""
-
-    def widest_pass(self) -> int | None:
-        """Most positions that the next pass may have; None for any number."""
-
-    def takes_trees(self) -> bool:
-        """True if a tree may be verified now, in one pass."""
-
-    def quantize(self) -> None:
-        """Replace caches by quantized ones, if that was asked for and is due."""
-
-    def tap(self, wanted: Features) -> None:
-        """Have every pass from now on bring these features. Raises UnreadableError."""
-
-    def fed_features(self) -> tuple[FeatureRows, int]:
-        """Rows of the latest `feed`, and its number of positions."""
 
 
 MOST_WAITING = 2048  # rows that a session reads after the first token; 16 kB each, if large

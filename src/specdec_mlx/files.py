@@ -1,14 +1,20 @@
-"""Text files and JSON lines, and the folder of the files that this package makes."""
+"""Text files, JSON lines and typed JSON, and the folder of the files that this package makes."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+Kind = TypeVar("Kind")
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def cache_root() -> Path:
@@ -55,6 +61,44 @@ def json_lines(path: Path | str) -> Iterator[tuple[int, Any]]:
             raise ValueError(
                 f"{path}, line {number}: expected JSON, got {line[:60]!r} ({error})."
             ) from error
+
+
+def parse(content: str | bytes, kind: type[Kind]) -> Kind:
+    """JSON as a value of a type, such as a `msgspec.Struct`.
+
+    Raises ValueError for text that is not JSON, and for a wrong or unknown field: the error names
+    the field, its value, and what is expected.
+    """
+    try:
+        document = json.loads(content)
+        return msgspec.convert(document, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(_explanation(document, kind, *str(error).split(" - at `"))) from error
+    except (RecursionError, OverflowError) as error:
+        raise ValueError("nested too deeply, or a number too large") from error
+
+
+def _explanation(document: Any, kind: Any, problem: str, place: str = "") -> str:
+    """The field and its value at msgspec's place, such as `$.costs[...][0]`, and the problem."""
+    value, field = document, ""
+    if unknown := re.search("unknown field `(.*)`", problem):
+        place = f"{place.strip('`')}.{unknown[1]}"
+    for name, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", place):
+        key: Any = name or index
+        if index.isdigit():
+            key = int(index)
+        elif index:  # some value of a dict: the one with which alone the dict is wrong as well
+            items = value.copy()
+            for key, item in items.items():
+                value.clear()
+                value[key] = item
+                try:
+                    msgspec.convert(document, kind, str_keys=True)
+                except msgspec.ValidationError:
+                    break
+        value, field = value[key], f"{field}.{key}" if name else f"{field}[{key!r}]"
+    where = f"{field.strip('.')} is " if field else ""
+    return f"{where}{value!r:.60}: {problem}"
 
 
 @contextmanager

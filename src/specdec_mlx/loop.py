@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
 from jaxtyping import Float
-from mlx_lm.generate import generation_stream
 
 from specdec_mlx.arguments import check_names, wrong
 from specdec_mlx.caches import Rollback, note_other_thread
@@ -33,17 +33,14 @@ from specdec_mlx.contracts import (
     Drafter,
     Origin,
     Outcome,
-    PendingPass,
     RoundRecord,
-    Target,
     check_drafter_fits,
 )
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
-from specdec_mlx.options import OptionArguments, Options, max_tokens_of
+from specdec_mlx.options import OptionArguments, Options
 from specdec_mlx.ranks import Ranks, SharedDrafting, ranks_of, shared_noise
-from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.sequence import (
     PromptReader,
     SequenceState,
@@ -56,7 +53,7 @@ from specdec_mlx.sequence import (
     split_cache,
 )
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target import NextToken, Verifier, check_model
+from specdec_mlx.target import LazyPass, StepwisePass, Verifier, check_model
 from specdec_mlx.token_ids import to_ids
 
 SHORT = 8  # texts of at most so many tokens are drafted from their first pass on
@@ -139,75 +136,79 @@ def speculate(
         raise wrong("stop", how.stop, instead)
     caches, draft_cache = split_cache(model, how.prompt_cache, how)
     history, num_unnamed = history_of(how.prompt_cache and caches, how.history)
-    ranks = ranks_of(model, how.stream)
-    parts = assemble(
-        *(model, prompt_tokens, drafter, how, caches),
+    generation = assemble(
+        model,
+        prompt_tokens,
+        drafter,
+        how,
+        caches,
         draft_cache=draft_cache,
-        ranks=ranks,
+        ranks=ranks_of(model, how.stream),
         history=history,
     )
-    parts.stats.num_unnamed = 0 if drafter is None else num_unnamed
-    tokens = Generation.of(parts, how, callers_cache=how.prompt_cache).run(parts.context)
-    drafting = parts.drafting
-    return drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
+    generation.stats.num_unnamed = 0 if drafter is None else num_unnamed
+    return generation.written()
 
 
 @dataclass
 class Generation:
     """The continuation of one sequence.
 
-    sequence: prompt + generated tokens. drafting: the drafter's side. callers_cache: the list that
-    is to hold the caches at the end, None if the caller has none. reading: of the prompt.
+    sequence: prompt + generated tokens. drafting: the drafter's side. context: what a drafter knows
+    of the target. options.prompt_cache: the list that is to hold the caches at the end, None if the
+    caller has none.
     """
 
-    target: Target
+    target: Verifier
     sequence: SequenceState
     drafting: Drafting
-    stats: SpeculationStats
-    stream: Any = generation_stream
-    callers_cache: list[Any] | None = None
-    reading: dict[str, Any] = field(default_factory=dict)
+    context: DraftContext
+    options: Options = field(default_factory=Options)
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
     clock: RoundClock = field(default_factory=lambda: RoundClock())
     is_pipelined: bool = True
     hit_rate: float = FIRST_HIT_RATE
+    has_begun: bool = False
     is_prefilled: bool = False
     failure: Exception | None = None
 
-    def __post_init__(self) -> None:
-        prompt = self.sequence.tokens[: self.sequence.prompt_length]
-        caches, how = self.target.rollback, self.reading
-        self.reader = PromptReader(prompt, caches, self.feed, stream=self.stream, **how)
+    @cached_property
+    def reader(self) -> PromptReader:
+        """The reading of the prompt."""
+        options, before = self.options, self.sequence.num_history
+        told = options.prompt_progress_callback
+        return PromptReader(
+            self.sequence.tokens[: self.sequence.prompt_length],
+            self.target.rollback,
+            self.feed,
+            options.prefill_step_size,
+            [before + stop for stop in options.prefill_stops],
+            lambda done, total: told and told(done - before, total - before),
+            options.stream,
+        )
 
-    @classmethod
-    def of(
-        cls, parts: Assembled, options: Options, callers_cache: list[Any] | None = None
-    ) -> Generation:
-        """The generation of what was put together."""
-        before, told = parts.sequence.num_history, options.prompt_progress_callback
-        reading: dict[str, Any] = {
-            "step_size": options.prefill_step_size,
-            "stops": [before + stop for stop in options.prefill_stops],
-        }
-        if told is not None:
-            reading["on_progress"] = lambda done, total: told(done - before, total - before)
-        four = parts.target, parts.sequence, parts.drafting, parts.stats
-        return cls(*four, options.stream, callers_cache, reading)
+    def written(self) -> Generator[Token, None, None]:
+        """The tokens, on several ranks those that the first one's caller has."""
+        tokens, drafting = self.run(), self.drafting
+        return drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
 
-    def run(self, context: DraftContext | None = None) -> Generator[Token, None, None]:
-        """The algorithm (Leviathan et al. 2023, Algorithm 1, round by round).
+    def begin(self) -> None:
+        """Begin the drafter's session, which a caller may want to do before `run`."""
+        self.has_begun = True
+        self.drafting.begin(self.context)
 
-        context: for the drafter; None where it has begun.
-        """
+    def run(self) -> Generator[Token, None, None]:
+        """The algorithm (Leviathan et al. 2023, Algorithm 1, round by round)."""
         try:
-            if context is not None:
-                self.drafting.begin(context)
+            if not self.has_begun:
+                self.begin()
             self.prefill()
             current = self.verify(self.propose() if self.may_draft else NO_DRAFT)
             emits_first = self.emits_first_token_at_once
             while current is not None:
                 ahead = None if emits_first else self.verify_ahead(current)
                 outcome = self.accept(current, ahead)
-                if current.num_drafted:
+                if len(outcome.tokens) <= current.num_drafted:
                     self.roll_back(current, outcome)
                 following = self.next_round(current, outcome, ahead, emits_first)
                 yield from self.emit(current, outcome, following)
@@ -229,8 +230,7 @@ class Generation:
             reader.on_progress(reader.num_read, self.sequence.prompt_length)
         caches.checkpoint()
         reader.read_all()
-        # a model's first time is measured here, and not in a round
-        self.target.widest_pass()
+        self.target.measure_width()  # a model's first time is measured here, and not in a round
         caches.drop_checkpoints()
         self.is_prefilled = True
         if self.sequence.has_prompt:
@@ -260,15 +260,17 @@ class Generation:
 
     def verify(self, draft: Draft) -> Round | None:
         """Start the pass over the pending tokens and the draft; None when enough is known."""
-        if not self.sequence.wants_more():
+        sequence = self.sequence
+        if not sequence.wants_more():
             return None
         self.choose_mode(len(draft.tokens) > 0)
         self.clock.launch_begins()
         start = self.target.rollback.position
-        pending = self.sequence.tokens[start:]
-        embeddings = self.sequence.embeddings_from(start, len(pending))
-        with mx.stream(self.stream):
-            under_way = self.target.launch(pending, draft, self.sequence.num_generated, embeddings)
+        pending, embeddings = sequence.tokens[start:], None
+        if sequence.embeddings is not None:
+            embeddings = sequence.embeddings_from(start, len(pending))
+        with mx.stream(self.options.stream):
+            under_way = self.target.launch(pending, draft, sequence.num_generated, embeddings)
         self.drafting.is_under_way = True
         return self.clock.launched(under_way, part=self.drafting.part)
 
@@ -278,8 +280,8 @@ class Generation:
         if not is_plain or not self.sequence.wants_more(besides=1):
             return None
         self.clock.launch_begins()
-        with mx.stream(self.stream):
-            token = current.under_way.next_token
+        with mx.stream(self.options.stream):
+            token = current.under_way.draw_next()
             self.target.extend_history(token)
             ahead = self.target.launch(token, NO_DRAFT, self.sequence.num_generated + 1)
         return self.clock.launched(ahead, is_ahead=True)
@@ -296,14 +298,15 @@ class Generation:
         """Wait for a pass; the tokens kept of its draft, and the token after, join the text."""
         sequence, drafting = self.sequence, self.drafting
         started = self.clock.now()
-        with mx.stream(self.stream):
+        with mx.stream(self.options.stream):
             outcome = current.under_way.read()
-        if sequence.num_generated == 0:
-            self.reader.on_progress(sequence.prompt_length, sequence.prompt_length)
-        context = len(sequence.tokens) - current.num_pending
+        num_known = len(sequence.tokens)
+        if num_known == sequence.prompt_length:
+            self.reader.on_progress(num_known, num_known)
         outcome.tokens = sequence.append(outcome.tokens)
         if ahead is None:
             self.target.extend_history(outcome.tokens)
+        context = num_known - current.num_pending
         record = self.clock.record(current, outcome, ahead, context, started)
         if drafting.drafter is not None:
             drafting.record(record)
@@ -335,7 +338,9 @@ class Generation:
                 return None
             if ahead is None:
                 return self.verify(self.propose())
-            self.choose_mode(drafting.look_ahead())
+            selection = drafting.selection
+            may_find = selection is not None and selection.may_find(drafting.room)
+            self.choose_mode(may_find)
         except Exception as error:
             self.failure = error
         return ahead
@@ -346,24 +351,20 @@ class Generation:
             num_known = len(self.sequence.tokens) - len(outcome.tokens)
             start = num_known - current.num_pending
             self.drafting.features.show_round(current, outcome, start)
-        if self.drafting.drafter is not None:
-            self.drafting.observe()
+        if self.drafting.session is not None:
+            self.drafting.session.observe(self.sequence.not_handed_out)
 
     def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
         """Hand out the tokens of a round, while the next one is under way."""
-        if self.drafting.selection is not None:
-            self.clock.time_if_hidden(following, self.drafting.selection.length)
-        started = self.clock.now()
-        self.stats.other_seconds += self.clock.other_seconds(started)
-        tokens = tokens_of(current, outcome, self.stats)
-        for n, token in enumerate(tokens, start=1):
+        self.stats.other_seconds += self.clock.handed_over(following, self.drafting)
+        for n, token in enumerate(tokens_of(current, outcome, self.stats), start=1):
             if self.target.remembers and n == len(outcome.tokens) > len(outcome.kept):
                 self.step_ahead(current, following)
             self.sequence.num_handed_out += 1
             if self.sequence.num_handed_out % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
             yield token
-        self.clock.resumed(started)
+        self.clock.resumed()
         if self.failure is not None:
             raise self.failure
         has_drafter = self.drafting.drafter is not None
@@ -373,13 +374,13 @@ class Generation:
     def step_ahead(self, current: Round, following: Round | None) -> None:
         """Show processors that remember a token before it is handed out, as mlx-lm's loop does."""
         if following is not None:
-            _ = following.under_way.next_token
+            following.under_way.draw_next()
         elif not self.sequence.wants_more():
             self.target.show_end(current.under_way.logprobs[-1])
 
     def feed(self, num_tokens: int) -> None:
         """Feed the next tokens of the text, at most so many, for the caches alone."""
-        start, size = (self.target.rollback.position, min(num_tokens, self.reader.step_size))
+        start, size = self.target.rollback.position, min(num_tokens, self.options.prefill_step_size)
         tokens = to_ids(self.sequence.tokens[start : start + size])
         self.target.feed(tokens, self.sequence.embeddings_from(start, size))
         if self.drafting.features is not None:
@@ -388,8 +389,8 @@ class Generation:
     def finish(self) -> None:
         """Bring the caches to prompt + tokens handed out; after a failed prefill, as before it."""
         self.drafting.features = None
-        with mx.stream(self.stream):
-            caches = self.callers_cache if self.drafting.agree_on_end() else None
+        with mx.stream(self.options.stream):
+            caches = self.options.prompt_cache if self.drafting.agree_on_end() else None
             sequence = self.sequence
             end = sequence.end if self.is_prefilled else sequence.num_history
             close_all(
@@ -401,16 +402,17 @@ class Generation:
 
 def tokens_of(current: Round, outcome: Outcome, stats: SpeculationStats) -> list[Token]:
     """Each token of a round with where it came from, and the row of its log-probabilities."""
-    rows, origins = [0], list[Origin](["plain"])
+    logprobs, tokens = current.under_way.logprobs, outcome.tokens
+    num_kept = len(outcome.kept)
+    last: Origin = "plain"
     if current.num_drafted:
-        rows = [0, *[node + 1 for node in outcome.kept]]
-        last: Origin = "correction" if len(rows) <= current.num_drafted else "bonus"
-        origins = [*["draft"] * len(outcome.kept), last]  # type: ignore[list-item]
-    logprobs = current.under_way.logprobs
-    return [
-        Token(token, origin, stats, logprobs[row], row)
-        for token, origin, row in zip(outcome.tokens, origins, rows, strict=False)
-    ]
+        last = "correction" if num_kept < current.num_drafted else "bonus"
+    found, row = [], 0
+    for i, token in enumerate(tokens):
+        origin: Origin = "draft" if i < num_kept else last
+        found.append(Token(token, origin, stats, logprobs[row], row))
+        row = outcome.kept[i] + 1 if i < num_kept else 0
+    return found
 
 
 @dataclass(slots=True)
@@ -421,7 +423,7 @@ class Round:
     launched before the round before it was read.
     """
 
-    under_way: PendingPass
+    under_way: LazyPass | StepwisePass
     num_drafted: int
     num_pending: int
     draft_seconds: float
@@ -444,6 +446,7 @@ class RoundClock:
     now: Callable[[], float] = field(default_factory=lambda: perf_counter)
     _read_at: float = 0.0
     _resumed_at: float = 0.0
+    _handed_over_at: float = 0.0
     _draft_began: float | None = None
     _launch_began: float = 0.0
     _launching: float = 0.0
@@ -461,7 +464,9 @@ class RoundClock:
         """A pass is about to be launched."""
         self._launch_began = self.now()
 
-    def launched(self, under_way: PendingPass, *, is_ahead: bool = False, part: str = "") -> Round:
+    def launched(
+        self, under_way: LazyPass | StepwisePass, *, is_ahead: bool = False, part: str = ""
+    ) -> Round:
         """It is under way; part: key of the drafter whose draft it verifies."""
         began = self._launch_began if self._draft_began is None else self._draft_began
         self._draft_began = None
@@ -506,36 +511,26 @@ class RoundClock:
             part=current.part,
         )
 
-    def other_seconds(self, now: float) -> float:
-        """Host time of this round that was neither waiting nor getting a pass under way."""
-        return now - self._resumed_at - self.waited - self._launching
+    def handed_over(self, following: Round | None, drafting: Drafting) -> float:
+        """The caller has the tokens from now on; host seconds that were no waiting or launching.
 
-    def time_if_hidden(self, following: Round | None, length: DraftLength) -> None:
-        """Wait for the pass under way, where a slow caller hides seconds that `length` needs."""
-        if following is not None and length.wants_timing(following.num_drafted):
-            if self.was_undisturbed:
-                return
+        Where a slow caller would hide seconds that the draft length needs, wait for the pass.
+        """
+        if (
+            following is not None
+            and drafting.selection is not None
+            and drafting.selection.length.wants_timing(following.num_drafted)
+            and not self.was_undisturbed
+        ):
             following.under_way.wait()
             self._finished_at = self.now()
+        self._handed_over_at = self.now()
+        return self._handed_over_at - self._resumed_at - self.waited - self._launching
 
-    def resumed(self, handed_over: float) -> None:
-        """The caller came back, and had the tokens from `handed_over` on."""
+    def resumed(self) -> None:
+        """The caller came back."""
         self._resumed_at, self._launching = self.now(), 0.0
-        self.away = self._resumed_at - handed_over
-
-
-@dataclass
-class Assembled:
-    """The parts of a generation.
-
-    target: a `Verifier`, or what else stands for one. context: what the drafter knows of it.
-    """
-
-    target: Any
-    sequence: SequenceState
-    drafting: Drafting
-    stats: SpeculationStats
-    context: DraftContext
+        self.away = self._resumed_at - self._handed_over_at
 
 
 def assemble(
@@ -553,7 +548,7 @@ def assemble(
     history: Sequence[int] = (),
     stats: SpeculationStats | None = None,
     of_batch: dict[str, Any] | None = None,
-) -> Assembled:
+) -> Generation:
     """Put a generation together, and check all that it is made of.
 
     Args:
@@ -570,71 +565,34 @@ def assemble(
         PromptError: for what cannot be a prompt of this model.
         ValueError: for other bad input.
     """
-    prompt = check_prompt(prompt_tokens, options.input_embeddings, drafter)
-    prompt, num_read = [*history, *prompt], num_read + len(history)
-    target = verifier_for(
-        model,
-        Rollback(caches, num_read),
-        options,
-        probe=options.probe and drafter is not None,
-        noise=shared_noise(ranks, options.seed),
-    )
-    check_ids(prompt, target.vocab_size())
+    prompt = [*history, *check_prompt(prompt_tokens, options.input_embeddings, drafter)]
+    rollback = Rollback(caches, num_read + len(history))
+    probe, noise = options.probe and drafter is not None, shared_noise(ranks, options.seed)
+    target = Verifier(model, rollback, options, noise=noise, probe=probe)
+    check_ids(prompt, target.vocab_size)
     context = target.draft_context(options.tokenizer, draft_cache)
     context = replace(context, **{"num_unseen": len(history)} | (of_batch or {}))
     check_drafter_fits(drafter, context)
     if length is None:
         tuning = tuning_for(model) if options.tuning is None else options.tuning
         length = make_draft_length(options.num_draft_tokens, tuning)
-    parts = assemble_around(
-        target, prompt, drafter, length, options, context, ranks=ranks, num_said=num_said
-    )
-    parts.sequence.has_prompt = len(prompt_tokens) > 0
-    parts.sequence.num_history = len(history)
-    parts.drafting.keeps_cache = options.prompt_cache is not None
-    parts.stats = SpeculationStats() if stats is None else stats
-    return parts
-
-
-def assemble_around(
-    target: Target,
-    prompt: list[int],
-    drafter: Drafter | None,
-    length: DraftLength,
-    options: Options,
-    context: DraftContext,
-    *,
-    ranks: Ranks | None = None,
-    num_said: int = 0,
-) -> Assembled:
-    """Put a generation together around a target that is there; arguments as of `assemble`."""
     sequence = SequenceState(
         prompt,
         len(prompt) - num_said,
-        max_tokens_of(options.max_tokens),
+        options.max_tokens,
         options.input_embeddings,
         num_said,
+        has_prompt=len(prompt_tokens) > 0,
+        num_history=len(history),
     )
-    how: dict[str, Any] = {"keeps_cache": False, "stream": options.stream}
+    how: dict[str, Any] = {
+        "keeps_cache": options.prompt_cache is not None,
+        "stream": options.stream,
+    }
     drafting = (
         Drafting(drafter, length, target, sequence, **how)
         if ranks is None
         else SharedDrafting(ranks, drafter, length, target, sequence, **how)
     )
-    return Assembled(target, sequence, drafting, SpeculationStats(), context)
-
-
-def verifier_for(
-    model: nn.Module, rollback: Rollback, options: Options, *, probe: bool, noise: Noise
-) -> Verifier:
-    """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
-    next_token = NextToken(options.sampler or Sampling(), options.logits_processors or (), noise)
-    return Verifier(
-        model,
-        rollback,
-        options,
-        next_token=next_token,
-        given_rule=options.rule,
-        end_tokens=frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ()),
-        probe=probe,
-    )
+    stats = SpeculationStats() if stats is None else stats
+    return Generation(target, sequence, drafting, context, options, stats)

@@ -200,11 +200,11 @@ class SharedDrafting(Drafting):
 
     def propose(self) -> Draft:
         """Rank 0's draft, on every rank; an empty one where all end."""
-        self.target.widest_pass()  # may measure, with passes; so on all ranks
+        self.target.measure_width()  # with passes, so on all ranks
         draft = NO_DRAFT
         if self.ranks.is_first:
             draft = super().propose()
-            check_draft(draft, self.target.vocab_size())
+            check_draft(draft, self.target.vocab_size)
             draft = draft.head(MOST_TOKENS)
         state = State.GOES_ON if self.sequence.wants_more() else State.LEAVES
         first = self._meet(State.FAILED if self.failure else state, draft)
@@ -258,7 +258,7 @@ class SharedDrafting(Drafting):
         if not self.ranks.is_first and first.part:
             logprobs = self._drawn_anew(first)
         elif first.is_drawn and not first.part:
-            shape = len(first.tokens), self.target.vocab_size()
+            shape = len(first.tokens), self.target.vocab_size
             logprobs = self.ranks.from_first(own.logprobs, shape)
         return replace(own, tokens=first.tokens, logprobs=logprobs, parents=first.parents)
 
@@ -283,7 +283,7 @@ class SharedDrafting(Drafting):
             return draft.logprobs
         except Exception as error:
             self.failure = error
-            vocab_size = self.target.vocab_size()
+            vocab_size = self.target.vocab_size
             return mx.full((num_tokens, vocab_size), -math.log(vocab_size))
 
     def as_on_first(self, tokens: Generator[Any, None, None]) -> Generator[Any, None, None]:

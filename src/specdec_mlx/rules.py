@@ -44,6 +44,7 @@ __all__ = [
     "TargetRows",
     "Verdict",
     "acceptance_probability",
+    "leading_run",
     "residual",
 ]
 
@@ -184,11 +185,16 @@ class CoinRule(ABC):
         """How many draft tokens K coins keep; by default those before the first tails."""
         return leading_run(coins)
 
-    @abstractmethod
     def next_probs(
         self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
     ) -> Law:
-        """Distribution of the token that follows n kept ones; [V]."""
+        """Distribution of the token that follows n kept ones; [V].
+
+        By default the residual at the rejected position, or p after the last draft token.
+        """
+        return residual(
+            row(target_probs, num_accepted), row(with_zero_row(draft_probs), num_accepted)
+        )
 
     def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """Toss the coins and draw the token after; see `AcceptanceRule.decide`."""
@@ -218,7 +224,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Coupled(Match):
+class Coupled:
     """Match, with drafts drawn from the noise of the target's tokens, equal far more often.
 
     A seed gives one text with any drafter and draft length (Daliri et al. 2024, arXiv 2408.07978).
@@ -227,6 +233,10 @@ class Coupled(Match):
     name = "coupled"
     needs_distribution = True
     shares_noise = True
+
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Agreement:
+        """Compare with the target's own draws."""
+        return Agreement(target.tokens)
 
 
 @dataclass(frozen=True)
@@ -239,14 +249,6 @@ class Rejection(CoinRule):
     def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         """min(1, p/q) at each draft token; [K]."""
         return acceptance_probability(target_probs[:-1], draft_probs, draft_tokens)
-
-    def next_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
-    ) -> Law:
-        """Residual at the rejected position, or p after the last draft token; [V]."""
-        return residual(
-            row(target_probs, num_accepted), row(with_zero_row(draft_probs), num_accepted)
-        )
 
 
 @dataclass(frozen=True)
@@ -319,9 +321,9 @@ class AutoRule:
 
     def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """Pass on to the rule that suits the draft."""
-        has_choice = target.has_distribution and not target.greedy
-        rule = self.for_draft(draft) if has_choice else Match()
-        return rule.decide(target, draft, randomness)
+        if draft.logprobs is None or target.greedy or not target.has_distribution:
+            return Agreement(target.tokens)
+        return Block().decide(target, draft, randomness)
 
     def for_draft(self, draft: Draft) -> AcceptanceRule:
         """Block for drafts drawn at random, else match."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import FunctionType
 from typing import Any
@@ -20,7 +20,7 @@ import mlx.core as mx
 from jaxtyping import Float, Integer
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_sampler
 
-from specdec_mlx.arguments import require, wrong
+from specdec_mlx.arguments import require
 from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.token_ids import to_list
 
@@ -159,21 +159,6 @@ def _normalize(x: mx.array) -> mx.array:
 def _point_mass(logprobs: mx.array) -> mx.array:
     best = mx.argmax(logprobs, axis=-1, keepdims=True)
     return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(mx.float32)
-
-
-def check_draft_temp(draft_temp: float | None) -> None:
-    """Raise ValueError for a temperature of drafts that is none."""
-    if draft_temp is not None and not is_temp(draft_temp):
-        raise wrong("draft_temp", draft_temp, f"{TEMPS}, or None")
-
-
-def sampling_of_drafts(
-    target: Sampling | None, *, greedy: bool, draft_temp: float | None
-) -> Sampling:
-    """How to draw for a target, None for an opaque sampler: its filters, at `draft_temp`."""
-    if greedy or target is None or target.greedy:
-        return Sampling()
-    return target if draft_temp is None else replace(target, temp=draft_temp)
 
 
 METHODS = "sampling_methods"

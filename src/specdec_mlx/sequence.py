@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,10 +26,12 @@ from specdec_mlx.caches import (
     states_of,
     wait_for,
 )
-from specdec_mlx.contracts import Drafter, Target
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.errors import PromptError
 from specdec_mlx.options import Options
-from specdec_mlx.token_ids import to_ids
+
+if TYPE_CHECKING:
+    from specdec_mlx.target import Verifier
 
 
 def prompt_ids(prompt: Any) -> list[int]:
@@ -194,7 +196,7 @@ def close_all(*closings: Callable[[], None]) -> None:
 
 
 def bring_caches_to(
-    end: int, target: Target, callers_cache: list[Any] | None, feed: Callable[[int], None]
+    end: int, target: Verifier, callers_cache: list[Any] | None, feed: Callable[[int], None]
 ) -> None:
     """Bring the caller's caches to exactly the first `end` tokens of the text; `feed` feeds more.
 
@@ -232,17 +234,6 @@ class PromptReader:
     on_progress: Callable[[int, int], None] = lambda done, total: None
     stream: Any = None
     seconds: float = 0.0
-
-    @classmethod
-    def of_model(
-        cls, model: nn.Module, prompt: Sequence[int], caches: Rollback, **options: Any
-    ) -> PromptReader:
-        """A reader that runs a model, where no generation is under way yet."""
-
-        def feed(size: int) -> mx.array:
-            return caches.forward(model, to_ids(prompt[caches.position :][:size]))
-
-        return cls(prompt, caches, feed, **options)
 
     @property
     def num_read(self) -> int:

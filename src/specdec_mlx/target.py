@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cached_property, partial
+from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,6 @@ from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import (
     NO_DRAFT,
     ROOT,
-    AcceptanceRule,
     Agreement,
     Decision,
     Draft,
@@ -27,18 +27,17 @@ from specdec_mlx.contracts import (
     KeysValues,
     LogitsProcessor,
     Outcome,
-    PendingPass,
     needs_distribution,
     shares_noise,
 )
 from specdec_mlx.errors import DraftError, LogitsError, VerdictError
-from specdec_mlx.exactness.probe import first_inexact, warn_of_chains
+from specdec_mlx.exactness.probe import MARGIN, first_inexact, warn_of_chains
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of
 from specdec_mlx.models.anatomy import Taps, check_readable, keys_values_of, vocab_size_of
 from specdec_mlx.options import Options, check_sampler, processors_of
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import GumbelRows, Noise, Sampler, Sampling, max_window, read_sampler
-from specdec_mlx.token_ids import read_all, to_ids, to_list
+from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.trees.passes import TreeLayout, takes_trees, tree_pass
 from specdec_mlx.trees.rules import tree_rule_for
 from specdec_mlx.trees.shape import depths_of, path_to
@@ -110,6 +109,7 @@ class NextToken:
         check_sampler(sampler)
         self.sampler = read_sampler(sampler) or sampler
         self.sampling = self.sampler if isinstance(self.sampler, Sampling) else None
+        self.greedy = self.sampling is not None and self.sampling.greedy
         self.processors = processors_of(processors)
         self.noise = noise
         self._gumbels = GumbelRows(noise, "target")
@@ -153,8 +153,8 @@ class NextToken:
             ids = [self.sampler(row[None]) for row in logprobs]  # any ints
             ids = [_returned("sampler", token, (1,), mx.integer).astype(mx.int64) for token in ids]
             return mx.concatenate(ids)
-        if self.sampling.greedy:
-            return self.sampling.draw(logprobs, None)
+        if self.greedy:
+            return mx.argmax(logprobs, axis=-1)
         if parents is None:
             return self.sampling.draw(logprobs, self._gumbels.at(position, *logprobs.shape))
         depths = [0, *(depth + 1 for depth in depths_of(parents))]
@@ -198,12 +198,7 @@ class RoundPositions:
         self._position = position
         self._parents = parents
         self.has_distribution = next_token.sampling is not None
-
-    @property
-    def greedy(self) -> bool:
-        """True if all mass lies on the argmax."""
-        sampling = self._next_token.sampling
-        return sampling is not None and sampling.greedy
+        self.greedy = next_token.greedy
 
     def each(self) -> list[mx.array]:
         """`logprobs` once more, each row [1, V] in memory of its own: a slice would keep all."""
@@ -259,9 +254,12 @@ MASS_TOLERANCE = 1e-3  # most that a draft's distribution may be off from summin
 
 @dataclass
 class LazyPass:
-    """A round as one graph; see `contracts.PendingPass`.
+    """A round as one graph, under way.
 
-    results: the small arrays that `read` waits for. is_sampled: by the caller's sampler: any ids.
+    draft: what it verifies. num_fed: positions computed. logprobs: K+1 times [1, V], processed,
+    before temperature and filters, as mlx-lm reports them; who keeps a row keeps no others.
+    results: the small arrays that `read` waits for. features: rows for a drafter that reads, or
+    None. is_sampled: by the caller's sampler: any ids.
     """
 
     draft: Draft
@@ -277,11 +275,10 @@ class LazyPass:
         """The arrays that the device begins with."""
         return [*self.results.values(), *self.logprobs]
 
-    @property
-    def next_token(self) -> mx.array:
-        """Token after an empty draft, not computed yet."""
+    def draw_next(self) -> mx.array:
+        """Token after an empty draft, uint32 [1], not computed yet."""
         tokens = self.results["target_tokens"]
-        return clip_ids(tokens, self.logprobs[0].shape[-1]) if self.is_sampled else to_ids(tokens)
+        return clip_ids(tokens, self.logprobs[0].shape[-1]) if self.is_sampled else tokens
 
     def wait(self) -> None:
         """Wait until it is computed."""
@@ -290,7 +287,10 @@ class LazyPass:
     def read(self) -> Outcome:
         """The outcome; the only host synchronisation of a round."""
         vocab_size = self.logprobs[0].shape[-1]
-        numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
+        mx.eval(*self.results.values())
+        numbers: dict[str, Any] = dict(
+            zip(self.results, map(mx.array.tolist, self.results.values()), strict=True)
+        )
         drafted: Any = self.draft.tokens
         if "drafted" in numbers:
             drafted = numbers["drafted"]
@@ -303,8 +303,7 @@ class LazyPass:
                 # what came before is handed out; the next round finds this row as its first
                 outcome = Outcome(outcome.kept[:i], outcome.tokens[:i])
                 break
-        if not 0 <= outcome.tokens[-1] < vocab_size:
-            raise wrong_next_token(outcome.tokens[-1], vocab_size)
+        check_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
             check_distribution(numbers["masses"], numbers["own"])
         return outcome
@@ -314,7 +313,7 @@ class LazyPass:
 class StepwisePass:
     """A round whose rows go through callables of the caller's one at a time, in order.
 
-    ends: tokens after which no draft is of use.
+    ends: tokens after which no draft is of use. The others: see `LazyPass`.
     """
 
     draft: Draft
@@ -325,22 +324,16 @@ class StepwisePass:
     ends: Set[int] = frozenset()
     features: FeatureRows | None = None
     logprobs: list[mx.array] = field(default_factory=list)
+    _first_row: tuple[mx.array, mx.array, mx.array] | None = None
 
     @property
     def to_compute(self) -> list[mx.array]:
         """The arrays that the device begins with."""
         return [self.logits]
 
-    @cached_property
-    def _first_row(self) -> tuple[mx.array, mx.array, mx.array]:
-        if self.target.has_failed:  # the processors have seen it, in the round before
-            raise LogitsError(NOT_FINITE)
-        return self._row(0, [])
-
-    @property
-    def next_token(self) -> mx.array:
-        """Token after an empty draft, not computed yet."""
-        return clip_ids(self._first_row[0], self.logits.shape[-1])
+    def draw_next(self) -> mx.array:
+        """Token after an empty draft, uint32 [1], not computed yet; the callables see the text."""
+        return clip_ids(self._row(0, [])[0], self.logits.shape[-1])
 
     def wait(self) -> None:
         """Wait until the rows are computed."""
@@ -354,7 +347,7 @@ class StepwisePass:
         tokens: list[int] = []
         while len(tokens) <= len(drafted) and tokens == drafted[: len(tokens)]:
             row = len(tokens)
-            token, bad, logprobs = self._row(row, drafted[:row]) if row else self._first_row
+            token, bad, logprobs = self._row(row, drafted[:row])
             token_id, is_bad = to_list(mx.concatenate([token, bad]))
             if is_bad and not row:
                 raise LogitsError(NOT_FINITE)
@@ -363,24 +356,33 @@ class StepwisePass:
                 return Outcome(range(row), tokens)
             tokens.append(token_id)
             self.logprobs.append(logprobs)
-        if not 0 <= tokens[-1] < self.logits.shape[-1]:
-            raise wrong_next_token(tokens[-1], self.logits.shape[-1])
+        check_next_token(tokens[-1], self.logits.shape[-1])
         return Outcome(range(len(tokens) - 1), tokens)
 
     def _row(self, row: int, before: list[int]) -> tuple[mx.array, mx.array, mx.array]:
-        """The target's token [1] after draft tokens, 1 if its logits are not finite, [1, V]."""
+        """The target's token [1] after draft tokens, 1 if its logits are not finite, [1, V].
+
+        The first row is computed once.
+        """
+        if not row and self._first_row is not None:
+            return self._first_row
+        if self.target.has_failed:  # the processors have seen it, in the round before
+            raise LogitsError(NOT_FINITE)
         logits = self.target.process_row(self.logits[row : row + 1], before)
         scale = mx.logsumexp(logits, axis=-1, keepdims=True)
         token = self.target.draw(logits - scale, self.position + row)
-        return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logits - scale
+        result = token, ~mx.isfinite(scale[0]).astype(mx.bool_), logits - scale
+        self._first_row = self._first_row or result
+        return result
 
 
-def wrong_next_token(token: int, vocab_size: int) -> VerdictError:
-    """The error for a token that the target does not have: it would be fed next."""
-    return VerdictError(
-        f"The next token is {token}; the target has 0 to {vocab_size - 1}. Have your own sampler "
-        "or rule draw it from the target's rows."
-    )
+def check_next_token(token: int, vocab_size: int) -> None:
+    """Raise VerdictError for a token that the target does not have: it would be fed next."""
+    if not 0 <= token < vocab_size:
+        raise VerdictError(
+            f"The next token is {token}; the target has 0 to {vocab_size - 1}. Have your own "
+            "sampler or rule draw it from the target's rows."
+        )
 
 
 def check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
@@ -393,26 +395,53 @@ def check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) 
             )
 
 
-@dataclass(eq=False)
-class ModelPass:
-    """The target model and its caches.
+NO_TOKENS = mx.array([], mx.uint32)
 
-    options: when they are quantized. probe: measure once if the model is exact for several
-    positions at once. taps: reads states of its passes, or None.
+
+@dataclass(eq=False)
+class Verifier:
+    """The target of one generation: a model, its caches, and verdicts about drafts.
+
+    Attributes:
+        options: sampler, processors and rule; when caches are quantized.
+        noise: what tokens are drawn with; None for a fixed seed.
+        probe: measure once whether the model is exact for several positions at once.
+        next_token: how tokens are drawn.
+        end_tokens: tokens that end a text; a draft goes no further.
+        remembers: a logits processor may keep what it was shown.
+        taps: reads states of the passes, or None.
+
+    Raises:
+        ValueError: the rule needs a distribution, and there is none.
     """
 
     model: nn.Module
     rollback: Rollback
     options: Options = field(default_factory=Options)
-    probe: bool = field(default=True, kw_only=True)
+    _: KW_ONLY
+    noise: InitVar[Noise | None] = None
+    probe: bool = True
     taps: Taps | None = field(default=None, init=False)
+    # position from which on passes over several positions are not exact, or not measured yet
+    _exact_until: float = field(default=0, init=False)
 
-    def tap(self, wanted: Features) -> None:
-        """Have every pass from now on bring these features; UnreadableError if it cannot."""
-        for index in wanted.caches:
-            check_readable(self.rollback.caches, index)
-        self.taps = Taps(self.model, wanted, self.keys_values)
+    def __post_init__(self, noise: Noise | None) -> None:
+        options, noise = self.options, noise or Noise(0, is_given=False)
+        sampler, processors = options.sampler or Sampling(), options.logits_processors or ()
+        self.next_token = NextToken(sampler, processors, noise)
+        self.end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
+        self.remembers = self.next_token.remembers
+        is_opaque = self.next_token.by_row or self.next_token.sampling is None
+        self.rule = make_rule(options.rule, is_seeded=noise.is_given and not is_opaque)
+        self.tree_rule = tree_rule_for(self.rule)
+        if is_opaque and needs_distribution(self.rule):
+            raise ValueError(
+                f"rule={self.rule.name!r} needs the target's distribution, and a sampler or "
+                "processor of your own gives none. Leave it out, or use "
+                "specdec_mlx.Sampling(...) as the sampler."
+            )
 
+    @cached_property
     def vocab_size(self) -> int:
         """V."""
         return vocab_size_of(self.model)
@@ -421,6 +450,12 @@ class ModelPass:
     def position(self) -> int:
         """Positions that were fed."""
         return self.rollback.position
+
+    def tap(self, wanted: Features) -> None:
+        """Have every pass from now on bring these features; UnreadableError if it cannot."""
+        for index in wanted.caches:
+            check_readable(self.rollback.caches, index)
+        self.taps = Taps(self.model, wanted, self.keys_values)
 
     def keys_values(self, index: int) -> KeysValues:
         """Contents of a cache now; UnreadableError for one without keys and values."""
@@ -431,6 +466,29 @@ class ModelPass:
         assert self.taps is not None
         assert self.taps.features is not None, "asked for rows before a pass"
         return self.taps.features, self.taps.num_rows
+
+    def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
+        """Add tokens of the text to what logits processors see."""
+        if self.next_token.processors:
+            self.next_token.extend_history(tokens)
+
+    def show_end(self, logprobs: mx.array) -> None:
+        """Show processors the text when no pass comes after it; logprobs: [1, V], any."""
+        self.next_token.process_row(logprobs, ())
+
+    def draft_context(self, tokenizer: Any, draft_cache: list[Any] | None) -> DraftContext:
+        """The target as a drafter may know it."""
+        return DraftContext(
+            sampling=self.next_token.sampling,
+            noise=self.next_token.noise,
+            coupled=shares_noise(self.rule),
+            logits_processors=[f for f in self.next_token.processors if is_pure(f)],
+            vocab_size=self.vocab_size,
+            tokenizer=tokenizer,
+            draft_cache=draft_cache,
+            prefill_step_size=self.options.prefill_step_size,
+            target_caches=self,
+        )
 
     def feed(
         self,
@@ -449,14 +507,15 @@ class ModelPass:
             self.rollback.states = recurrent_states_of(self.model)
         if self.options.kv_bits is not None:
             self.quantize()
-        call = None
+        how: dict[str, Any] = {}
         if parents is not None:
             rows = TreeLayout.after(tokens.shape[0] - len(parents), parents)
-            call = partial(tree_pass, rows=rows)
-        inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-
-        run = partial(self.rollback.forward, self.model, tokens, call, **inputs)
-        return run() if self.taps is None else self.taps.read(run)
+            how["call"] = partial(tree_pass, rows=rows)
+        if embeddings is not None:
+            how["input_embeddings"] = embeddings[None]
+        if self.taps is None:
+            return self.rollback.forward(self.model, tokens, **how)
+        return self.taps.read(partial(self.rollback.forward, self.model, tokens, **how))
 
     def quantize(self) -> None:
         """Quantize caches, in the caller's list, that are long enough; after a rollback."""
@@ -468,16 +527,19 @@ class ModelPass:
                 self.options.kv_bits,
             )
 
-    def widest_pass(self) -> int | None:
-        """Most positions that the next pass may have, as measured; None for any number.
+    def measure_width(self) -> int | None:
+        """Most positions that the next pass may have; None for any number.
 
-        No pass may reach across `quantized_kv_start`, after which plain decoding quantizes caches.
+        It is measured where the text comes near a position at which the model may change. No pass
+        may reach across `quantized_kv_start`, after which plain decoding quantizes caches.
         """
-        limits = [self.rollback.widest_pass()]
-        if self.probe:
+        limits: list[float] = [self.rollback.widest_pass() or inf]
+        if self.probe and self._exact_until < inf:
             end = self.rollback.end
-            until = first_inexact(self.model, end)
-            limits.append(None if until is None else max(1, until - end))
+            if end + MARGIN >= self._exact_until:
+                until = first_inexact(self.model, end)
+                self._exact_until = inf if until is None else until
+            limits.append(max(1, self._exact_until - end))
         if self.options.kv_bits is not None:
             start = self.options.quantized_kv_start
             limits += [
@@ -485,11 +547,12 @@ class ModelPass:
                 for cache in self.rollback.caches
                 if hasattr(cache, "to_quantized") and cache.offset < start
             ]
-        return min((limit for limit in limits if limit is not None), default=None)
+        limit = min(limits)
+        return None if limit == inf else int(limit)
 
     def takes_trees(self) -> bool:
         """True if a tree may be verified now, in one pass; a warning, once a model, if not."""
-        if not self.probe:
+        if not self.probe or self.tree_rule is None or self.next_token.by_row:
             return False
         end = self.rollback.end
         if takes_trees(self.rollback) and first_inexact(self.model, end, on_trees=True) is None:
@@ -498,88 +561,47 @@ class ModelPass:
             warn_of_chains(self.model)
         return False
 
-
-NO_TOKENS = mx.array([], mx.uint32)
-
-
-@dataclass(eq=False)
-class Verifier(ModelPass):
-    """The target of a generation: passes of a model, and verdicts; see `contracts.Target`.
-
-    next_token: what its tokens are drawn from, and with which noise. given_rule: how much of a
-    draft is kept, as `make_rule` takes it. end_tokens: tokens that end a text; a draft goes no
-    further. Raises ValueError if the rule needs a distribution, and there is none.
-    """
-
-    next_token: NextToken = field(kw_only=True)
-    given_rule: InitVar[str | AcceptanceRule] = field(kw_only=True)
-    end_tokens: Set[int] = field(default=frozenset(), kw_only=True)
-
-    def __post_init__(self, given_rule: str | AcceptanceRule) -> None:
-        self.remembers = self.next_token.remembers
-        is_opaque = self.next_token.by_row or self.next_token.sampling is None
-        is_seeded = self.next_token.noise.is_given and not is_opaque
-        self.rule = make_rule(given_rule, is_seeded=is_seeded)
-        self.tree_rule = tree_rule_for(self.rule)
-        if is_opaque and needs_distribution(self.rule):
-            raise ValueError(
-                f"rule={self.rule.name!r} needs the target's distribution, and a sampler or "
-                "processor of your own gives none. Leave it out, or use "
-                "specdec_mlx.Sampling(...) as the sampler."
-            )
-
-    def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
-        """Add tokens of the text to what logits processors see."""
-        if self.next_token.processors:
-            self.next_token.extend_history(tokens)
-
-    def show_end(self, logprobs: mx.array) -> None:
-        """Show processors the text when no pass comes after it; logprobs: [1, V], any."""
-        self.next_token.process_row(logprobs, ())
-
-    def draft_context(self, tokenizer: Any, draft_cache: list[Any] | None) -> DraftContext:
-        """The target as a drafter may know it."""
-        return DraftContext(
-            sampling=self.next_token.sampling,
-            noise=self.next_token.noise,
-            coupled=shares_noise(self.rule),
-            logits_processors=[f for f in self.next_token.processors if is_pure(f)],
-            vocab_size=self.vocab_size(),
-            tokenizer=tokenizer,
-            draft_cache=draft_cache,
-            prefill_step_size=self.options.prefill_step_size,
-            target_caches=self,
-        )
-
     def launch(
         self,
         pending: Sequence[int] | mx.array,
         draft: Draft,
         position: int,
         embeddings: mx.array | None = None,
-    ) -> PendingPass:
+    ) -> LazyPass | StepwisePass:
         """Start a round: feed the pending tokens and the draft, and let the device run.
 
-        A tree that cannot be verified here is cut to a chain. DraftError, before anything is fed.
+        A tree that cannot be verified here is cut to a chain.
+
+        Args:
+            pending: [n] ids, uint32 if they are an array; at least one.
+            draft: K tokens, which may be none.
+            position: index of the next token among those generated.
+            embeddings: [S, D] of the pending tokens, or None.
+
+        Raises:
+            DraftError: the draft is none; nothing was fed.
         """
+        fed = pending if isinstance(pending, mx.array) else mx.array([*pending], mx.uint32)
+        num_fed, num_drafted, drafted = fed.shape[0], 0, NO_TOKENS
+        rows: list[FeatureRows] = []
         if len(draft.tokens):
             draft = self.checked(draft)
-        fed, drafted, num_drafted = to_ids(pending), NO_TOKENS, len(draft.tokens)
-        num_fed = fed.shape[0] + num_drafted
-        rows: list[FeatureRows] = []
-        if fed.shape[0] > 1:
-            fed, rows = self._feed_all_but_last_pass(fed)
+            drafted, num_drafted = self.drafted_ids(draft), len(draft.tokens)
+            num_fed += num_drafted
+        while fed.shape[0] > 1 and (room := self.measure_width() or num_fed) < fed.shape[0]:
+            self.feed(fed[:room], in_round=True)
+            if self.taps is not None:
+                rows.append(self.fed_features()[0])
+            fed = fed[room:]
         if num_drafted:
             self.rollback.checkpoint()
-            drafted = self.drafted_ids(draft)
             fed = mx.concatenate([fed, drafted])
         logits = self.feed(fed, embeddings, draft.parents, in_round=True)
         pass_ = self.judge(logits[-num_drafted - 1 :], draft, drafted, position, num_fed)
         to_compute = pass_.to_compute
-        if (taps := self.taps) is not None:
-            assert taps.features is not None
-            features = FeatureRows.joined([*rows, taps.features]) if rows else taps.features
-            pass_.features = features
+        if self.taps is not None:
+            features, _ = self.fed_features()
+            pass_.features = features = FeatureRows.joined([*rows, features]) if rows else features
             if features.top_tokens is not None:
                 to_compute.append(features.top_tokens)
         mx.async_eval(to_compute)
@@ -595,28 +617,26 @@ class Verifier(ModelPass):
         if target.processors:
             logits = target.process(logits, drafted, draft.parents)
         rows = RoundPositions(logits, target, position, draft.parents)
+        results = {"scales": rows.scales}
         if not len(draft.tokens):
+            results["target_tokens"] = rows.tokens
+            decision: Decision = Agreement(rows.tokens)
+            is_sampled = target.sampling is None
             return LazyPass(
-                NO_DRAFT,
-                num_fed,
-                [rows.logprobs],
-                Agreement(rows.tokens),
-                {"scales": rows.scales, "target_tokens": rows.tokens},
-                is_sampled=target.sampling is None,
+                NO_DRAFT, num_fed, [rows.logprobs], decision, results, is_sampled=is_sampled
             )
         as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
-        given = rows, as_ids, RoundNoise(target.noise, position)
+        noise = RoundNoise(target.noise, position)
         if draft.parents is None:
-            decision = self.rule.decide(*given)
+            decision = self.rule.decide(rows, as_ids, noise)
         else:
             assert self.tree_rule is not None, "a draft is cut to a chain without one"
-            decision = self.tree_rule.decide_tree(*given)
-        results = {"scales": rows.scales, **decision.arrays()}
+            decision = self.tree_rule.decide_tree(rows, as_ids, noise)
+        results |= decision.arrays()
         if isinstance(draft.tokens, mx.array):
             results["drafted"] = draft.tokens
-        q = as_ids.probs
-        if draft.logprobs is not None and q is not None:
-            results["masses"] = mx.sum(q, axis=-1)
+        if draft.logprobs is not None:
+            results["masses"] = mx.sum(mx.exp(draft.logprobs), axis=-1)
             results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
         return LazyPass(draft, num_fed, rows.each(), decision, results)
 
@@ -625,7 +645,7 @@ class Verifier(ModelPass):
 
         Raises DraftError for what is none.
         """
-        check_draft(draft, self.vocab_size())
+        check_draft(draft, self.vocab_size)
         is_known = not isinstance(draft.tokens, mx.array)
         if is_known and not self.end_tokens.isdisjoint(draft.tokens):
             draft = draft.until(self.end_tokens)
@@ -635,23 +655,7 @@ class Verifier(ModelPass):
 
     def drafted_ids(self, draft: Draft) -> mx.array:
         """The draft's tokens as ids that exist; wrong ones are an error once they can be read."""
-        if not len(draft.tokens):
-            return NO_TOKENS
-        ids = to_ids(draft.tokens)
-        is_known = not isinstance(draft.tokens, mx.array)
-        return ids if is_known else mx.minimum(ids, self.vocab_size() - 1)
-
-    def takes_trees(self) -> bool:
-        """True if rule, rows and model go with trees."""
-        is_taken = self.tree_rule is not None and not self.next_token.by_row
-        return is_taken and super().takes_trees()
-
-    def _feed_all_but_last_pass(self, pending: mx.array) -> tuple[mx.array, list[FeatureRows]]:
-        """Feed pending tokens that one pass has no room for; those that are left, and the rows."""
-        rows: list[FeatureRows] = []
-        while (room := self.widest_pass()) is not None and 1 < pending.shape[0] > room:
-            self.feed(pending[:room], in_round=True)
-            if self.taps is not None:
-                rows.append(self.fed_features()[0])
-            pending = pending[room:]
-        return pending, rows
+        if isinstance(draft.tokens, mx.array):
+            # as uint32, negative ids are too large as well
+            return mx.minimum(to_ids(draft.tokens), self.vocab_size - 1)
+        return mx.array([*draft.tokens], mx.uint32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, product
 from operator import mul
 from typing import Any
@@ -13,6 +13,7 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import narrow
 import scripted
@@ -28,9 +29,8 @@ from specdec_mlx.draft_length.costs import WIDTHS, Curve
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
 from specdec_mlx.draft_length.value import LENGTHS
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
-from specdec_mlx.lab.bench.record import RecordedText
-from specdec_mlx.lab.bench.replay import Modelled
-from specdec_mlx.lab.prompts import Task
+from specdec_mlx.lab.bench.timing import Sample
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.options import Options
 
 SLOPED = linear_cost(0.1)
@@ -177,7 +177,7 @@ def replayed(
     drafter: Drafter | None,
     length: int | str,
     cost: CostCurve = SLOPED,
-) -> Modelled:
+) -> Sample:
     return replay_rows(texts, drafter, length, cost, vocab_size=narrow.VOCAB, memory=nn.Module())
 
 
@@ -239,7 +239,7 @@ def test_a_group_is_written_by_all_contenders_in_turns() -> None:
     turns: list[Sequence[int]] = []
 
     def writes(lengths: Sequence[int]) -> batches.Start:
-        def start(tasks: Sequence[Task], max_tokens: int) -> Iterator[tuple[int, int, int]]:
+        def start(tasks: Sequence[RecordedText], max_tokens: int) -> Iterator[tuple[int, int, int]]:
             for step, index in product(range(max_tokens), range(2)):
                 if step < lengths[index]:
                     turns.append(lengths)

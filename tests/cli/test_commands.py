@@ -366,7 +366,7 @@ def test_version_help_and_drafters_are_printed() -> None:
     script = Path(sys.executable).with_name("specdec-mlx")  # what `pip install` left in the path
     installed = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
     assert run("--version").stdout == installed.stdout == f"{specdec_mlx.__version__}\n"
-    lines = dict(line.split(maxsplit=1) for line in run("drafters").stdout.splitlines())
+    lines = dict(line.split("  ", maxsplit=1) for line in run("drafters").stdout.splitlines())
     assert {"model", "ngram", "none", "prompt-lookup"} <= set(lines)
     alone = run()
     assert (alone.returncode, alone.stderr) == (0, "")
@@ -458,7 +458,7 @@ def test_probe_says_whether_drafting_is_exact(
     assert done.returncode == 0, done.stderr
     assert "exact" in done.stdout.splitlines()[-1]
     assert "caches: KVCache" in done.stdout
-    module = importlib.import_module("specdec_mlx.exactness.probe")
+    module = importlib.import_module("specdec_mlx.lab.probing")
     monkeypatch.setattr(module, "probe", lambda model: SimpleNamespace(exact=False))
     assert cli.main(["probe", "--model", str(folder)]) == 1
 

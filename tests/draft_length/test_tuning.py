@@ -344,6 +344,33 @@ def damaged(text: str) -> Iterator[bytes]:
         tree[key] = right
 
 
+@in_one_test(
+    ("where", "wrong", "said"),
+    [
+        (("budget",), 4.5, r"drafters['model'].budget is 4.5: Expected `float` <= 4"),
+        (("weights", 1, 3, 0), "x", r"drafters['model'].weights[1][3][0] is 'x': Expected `float`"),
+        (("steps",), [[]], r"drafters['model'].steps is [[]]: Expected `array` of length 2"),
+        (("colour",), "red", r"drafters['model'].colour is 'red': Object contains unknown field"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value_and_what_is_expected(
+    where: tuple[Any, ...], wrong: Any, said: str, tmp_path: Path
+) -> None:
+    """Of several drafters the one that is wrong is named."""
+    path, tuning = tmp_path / "tuning.json", Tuning()
+    for name in ("first", "model", "last"):
+        tuning.of(name)
+    tuning.save(path)
+    saved = json.loads(path.read_text())
+    at = saved["drafters"]["model"]
+    for key in where[:-1]:
+        at = at[key]
+    at[where[-1]] = wrong
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Tuning.load(path)
+
+
 def test_a_damaged_file_is_an_error_that_names_it_or_does_no_harm(tmp_path: Path) -> None:
     """As is one of another kind: ValueError, or answers that are numbers."""
     path = tmp_path / "damaged.json"

@@ -12,8 +12,8 @@ from made_up_clocks import PACES, Machine, memory_taken, written
 from selection import in_one_test
 from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.pair import held_out_openings, load_pair
+from specdec_mlx.lab.prompts import RecordedText
 
 NUM_TEXTS, NUM_TOKENS, BEST = 6, 192, 4
 COSTS = {

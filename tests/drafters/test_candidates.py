@@ -90,7 +90,7 @@ def test_models_with_the_tokenizer_and_less_cost_can_serve(
     command = f"specdec-mlx generate --model {target}"
     assert f'    {command} --draft-model {shelf / "small"} --prompt "..."\n' in draft_models
     assert f'    {command} --prompt "..."\n' in without
-    assert "prompt-lookup   Copies what followed" in without
+    assert "prompt-lookup     Copies what followed" in without
     assert "  model " not in without
     assert f"({weight_bytes(target) / 1e6:.1f} MB)" in draft_models
     assert draft_models.index("  small  ") < draft_models.index("  middle  ")

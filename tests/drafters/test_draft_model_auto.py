@@ -120,7 +120,7 @@ def test_each_refusal_is_a_sentence(tmp_path: Path) -> None:
         ("broken", "mlx-lm knows no model type nothing_known"),
         ("other-tokenizer", "another tokenizer"),
         ("too-large", "not smaller"),
-        ("small-2", "one model is enough"),
+        ("small-2", "one is enough"),
     ):
         assert f"{name} is left out: {reason}" in said
 

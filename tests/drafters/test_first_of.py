@@ -31,8 +31,8 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto
 from specdec_mlx.lab.beams.search import Beam, BeamDrafting
 from specdec_mlx.lab.bench.cost import linear_cost
-from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import replay_text
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.proof.drafter import DrafterConformance
 from specdec_mlx.lab.proof.subject import Alone
 from specdec_mlx.lab.proposing import proposing

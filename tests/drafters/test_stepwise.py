@@ -36,8 +36,9 @@ from specdec_mlx.draft_length.value import (
 )
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
-from specdec_mlx.lab.bench.record import RecordedText
-from specdec_mlx.lab.bench.replay import Modelled, replay_text
+from specdec_mlx.lab.bench.replay import replay_text
+from specdec_mlx.lab.bench.timing import Sample
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.sampling import Noise
 
 VOCAB = 128
@@ -250,7 +251,7 @@ def made_up(
 
 def modelled(
     shares: Sequence[Share], length: int | str, cost: CostCurve, draft_cost: float
-) -> list[Modelled]:
+) -> list[Sample]:
     """Replays of made-up texts, one after the other."""
     (texts, drafter), tuning = made_up(shares), Tuning()
     options: Any = {"vocab_size": 100, "draft_seconds": draft_cost * cost(1), "max_tokens": 120}
@@ -261,7 +262,7 @@ def modelled(
     ]
 
 
-def speed(runs: Sequence[Modelled]) -> float:
+def speed(runs: Sequence[Sample]) -> float:
     return sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
 
 

@@ -31,11 +31,11 @@ from specdec_mlx.draft_length.value import LENGTHS, Auto
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.lab.bench.cost import linear_cost
-from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import RecordedTarget, replay_text
 from specdec_mlx.lab.papers.recycling import SuccessorTable
 from specdec_mlx.lab.papers.tree_drafts import texts_of
 from specdec_mlx.lab.papers.trees_of_several import TreeOf, default_trees, merged
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.loop import RoundClock
 from specdec_mlx.ranks import Ranks

@@ -37,8 +37,8 @@ from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.value import Auto, Fixed
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.loop import Generation
+from specdec_mlx.options import Options
 from specdec_mlx.sequence import SequenceState
-from specdec_mlx.stats.account import SpeculationStats
 
 VOCAB = 128
 
@@ -191,7 +191,10 @@ class TimedPass:
     draft: Draft
     num_fed: int
     wait: Callable[[], None]
-    logprobs, next_token, features = mx.zeros((9, 1)), mx.array([1], mx.uint32), None
+    logprobs, features = mx.zeros((9, 1)), None
+
+    def draw_next(self) -> mx.array:
+        return mx.array([1], mx.uint32)
 
     def read(self) -> Outcome:
         self.wait()
@@ -205,7 +208,7 @@ class TimedTarget:
 
     def __init__(self, time: FakeTime) -> None:
         self.time, self.free_at, self.rollback = time, 0.0, Rollback([])
-        self.extend_history = self.widest_pass = lambda *about: None
+        self.extend_history = self.measure_width = lambda *about: None
 
     def launch(self, pending: Any, draft: Draft, *about: Any) -> TimedPass:
         done_at = self.free_at = max(self.free_at, self.time.now) + 1.0
@@ -248,9 +251,9 @@ def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> lis
     fake, sequence = TimedTarget(time), SequenceState([1, 2], 2, 12)
     drafter = policy and scripted.ScriptedDrafter(lambda emitted, limit: [3] * limit)
     drafting = Drafting(drafter, policy, fake, sequence, keeps_cache=False, stream=mx.cpu)
-    generation = Generation(fake, sequence, drafting, SpeculationStats(), stream=mx.cpu)
+    generation = Generation(fake, sequence, drafting, DraftContext(), Options(stream=mx.cpu))
     times = []
-    for _ in generation.run(DraftContext()):
+    for _ in generation.run():
         times.append(time.now)
         time.now += away
     return [b - a for a, b in pairwise(times)]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import fields, replace
 from io import BytesIO
 
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
+from msgspec.structs import replace
 from PIL import Image
 
 import specdec_mlx as sd
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.lab import plots
 from specdec_mlx.lab.bench.cost import linear_cost
-from specdec_mlx.lab.bench.replay import Score, Scores
 from specdec_mlx.lab.bench.summary import Result
 from specdec_mlx.lab.proof.report import CheckReport, Part
 from specdec_mlx.views.html import GREY, VERMILLION
@@ -35,14 +34,15 @@ def stats_of(rounds: list[tuple[int, int]]) -> sd.stats.SpeculationStats:
 def result(drafter: str, length: str, category: str, ratio: float) -> Result:
     """A benchmark's result of which only the speed matters."""
     speeds = {"ratio": ratio, "ratio_low": ratio - 0.1, "ratio_high": ratio + 0.2}
-    others = dict.fromkeys((f.name for f in fields(Result)), 10) | {"drafted": 20}
+    others = dict.fromkeys(Result.__struct_fields__, 10) | {"drafted": 20}
     way = {"drafter": drafter, "draft_length": length, "rule": "", "category": category}
+    way |= {"session": "", "cost": ""}
     return Result(**others | speeds | way)
 
 
-def score(drafter: str, category: str, speedup: float) -> Score:
-    """A replay's score of which only the speed matters."""
-    return Score("linear:0.24", drafter, "4", category, 1, 10, 5, 5, 5, 2.0, speedup)
+def score(drafter: str, category: str, speed: float) -> Result:
+    """A replay's result of which only the speed matters."""
+    return replace(result(drafter, "4", category, speed), cost="linear:0.24")
 
 
 def axes(plot: plots.Plot) -> Axes:
@@ -62,7 +62,7 @@ def every_plot() -> dict[str, plots.Plot]:
         "stats": plots.plot_stats(stats),
         "cost": plots.cost_curve(linear_cost(0.24)),
         "by text": plots.speed_by_text(results),
-        "modelled": Scores([score("ngram", "a", 1.5), score("ngram", "all", 1.2)]).plot(),
+        "modelled": plots.speed_by_text([score("ngram", "a", 1.5), score("ngram", "all", 1.2)]),
         "power": CheckReport([Part("joint", "passed", "", {"power": {"bonus": 1.0}})]).plot(),
     }
 
@@ -109,7 +109,7 @@ def test_titles_stand_in_their_panels_and_the_legend_in_its_figure():
     """With long names, nothing is cut at an edge."""
     name = "prompt-lookup:max_ngram=4,min_ngram=2,window=1024,case=false"
     scores = [score(f"{name}{i}", "a", 1.5) for i in range(7)]
-    for plot in (plots.plot_stats(stats_of(LONG)), Scores(scores).plot()):
+    for plot in (plots.plot_stats(stats_of(LONG)), plots.speed_by_text(scores)):
         plot.canvas.draw()
         for ax in plot.axes:
             boxes = [ax.title.get_window_extent()]
@@ -123,7 +123,7 @@ def test_a_drafter_is_a_colour_and_a_length_is_a_mark():
     ways = [(f"drafter {d}", length) for d in range(6) for length in ("4", "8", "auto")]
     scores = [replace(score(name, "a", 1.5), draft_length=length) for name, length in ways]
     looks = {}
-    for bars in axes(Scores(scores).plot()).containers:
+    for bars in axes(plots.speed_by_text(scores)).containers:
         drawn = bars[0]
         looks[bars.get_label()] = drawn.get_color(), drawn.get_marker()
     assert len(looks) == len(set(looks.values())) == len(ways)

@@ -19,7 +19,8 @@ from scipy.stats import chisquare
 import strategies
 from selection import in_one_test
 from specdec_mlx import Sampling
-from specdec_mlx.sampling import Noise, check_draft_temp, read_sampler, sampling_of_drafts
+from specdec_mlx.drafters.drawing import check_draft_temp, sampling_of_drafts
+from specdec_mlx.sampling import Noise, read_sampler
 
 FLOAT32 = 1e-5
 TINY = 1e-37  # the mixture over XTC's coin is formed in float32, which ends here

@@ -244,7 +244,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": []}, "stream_options: expected `object`, got []"),
     (
         {"prediction": {"content": [{"type": "image_url"}]}},
-        "prediction.content[0]: ",
+        "image_url: text must be",
     ),
     ({"response_format": {"type": "json_schema"}}, 'expected {"json_schema": {"schema": {.'),
     ({"response_format": schema_of(nested(150))}, "levels"),

@@ -208,7 +208,7 @@ POISON = "raise SystemExit('{name} was imported')"
 WRONG = {
     "--no-such-flag": "unrecognized arguments: --no-such-flag",
     "--port x": "invalid int value: 'x'",
-    "--temp -1": "argument --temp: -1",
+    "--temp -1": "argument --temp: '-1'",
     "--top-p nan": "argument --top-p: nan",
     "--drafter eagle": "Unknown drafter 'eagle'",
     "--rule nothing": "Unknown rule 'nothing'",

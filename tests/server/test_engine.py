@@ -707,14 +707,14 @@ def test_stop_ends_it_in_every_state(
     clients: list[Client] = []
     if state == "loading":
         loads, may_load = threading.Event(), threading.Event()
-        load = Models.load
+        load = Models.load_given
 
-        def slow(self: Models, request: TextRequest) -> Any:
+        def slow(self: Models) -> Any:
             loads.set()
             assert may_load.wait(60)
-            return load(self, request)
+            return load(self)
 
-        monkeypatch.setattr(Models, "load", slow)
+        monkeypatch.setattr(Models, "load_given", slow)
         starts = threading.Thread(target=engine.start)
         starts.start()
         assert loads.wait(60)

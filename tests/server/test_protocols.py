@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -182,6 +183,30 @@ def test_numbers_are_taken_as_clients_write_them(name: str, value: str, expected
                 wire.read(body)
         else:
             assert getattr(read(wire, body), name) == expected
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"top_p": 2}, "top_p", "top_p: expected `float` <= 1.0, got 2"),
+    ({"max_tokens": "9"}, "max_tokens", "max_tokens: expected `int`, got '9'"),
+    ({"drafter": ["ngram", 5]}, "drafter[1]", "drafter[1]: expected `str`, got 5"),
+    ({"logit_bias": {"7": "x"}}, "logit_bias", "logit_bias: expected `float`, got {'7': 'x'}"),
+    ({"tools": [{"name": 5}]}, "tools[0].name", "tools[0].name: expected `str`, got 5"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "field", "words"), WRONG, ids=[field for _, field, _ in WRONG])
+def test_an_error_names_the_field_its_value_and_what_is_expected(
+    wrong: dict[str, Any], field: str, words: str
+) -> None:
+    """In the form of each protocol: OpenAI's has a name for the field."""
+    said = {"messages": [{"role": "user", "content": "go"}], "prompt": "go", "input": "go"}
+    for wire in (CHAT, COMPLETIONS, MESSAGES, RESPONSES):
+        own = {**said, "prompt": None} if wire is RESPONSES else said
+        with pytest.raises(RequestError) as refused:
+            wire.read({**own, **wrong})
+        told = wire.error(refused.value, HTTPStatus.BAD_REQUEST)["error"]
+        assert (told["type"], told["message"]) == ("invalid_request_error", words)
+        assert wire is MESSAGES or told["param"] == field
 
 
 def test_broken_arguments_in_a_history_of_messages_are_left_to_the_prompt() -> None:

@@ -196,11 +196,11 @@ def written() -> bytes:
     caches = make_prompt_cache(model)
     with tempfile.TemporaryDirectory() as folder:
         files = PrefixFiles(Path(folder), KEY, 10**9)
-        store = Prefixes(10, files_of=lambda place: files)
+        store = Prefixes(10)
         for start, end in pairwise(CUTS):
             read(model, caches, TEXT, [start, end])
             held = copy.deepcopy(caches)
-            store.insert_cache("model", TEXT[:end], held, has_ended=end == len(TEXT))
+            store.insert_cache("model", TEXT[:end], held, files if end == len(TEXT) else None)
         (file,) = Path(folder).iterdir()
         return file.read_bytes()
 
@@ -210,8 +210,8 @@ def fetched(name: str, content: bytes, tokens: list[int]) -> tuple[Any, list[str
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / name).write_bytes(content)
         files = PrefixFiles(Path(folder), KEY, 10**9)
-        store = Prefixes(10, files_of=lambda place: files)
-        found = [store.fetch_nearest_cache("model", tokens)[0] for _ in range(2)]
+        store = Prefixes(10)
+        found = [store.fetch_nearest_cache("model", tokens, files)[0] for _ in range(2)]
         assert found[0] is not None or found[1] is None
         return found[0], [path.name for path in Path(folder).iterdir()]
 

@@ -42,7 +42,7 @@ from selection import FULL, cases, each
 from specdec_mlx import ModelDrafter
 from specdec_mlx.caches import Rollback, leaves
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
-from specdec_mlx.target import ModelPass
+from specdec_mlx.target import Verifier
 
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
 EXACT = [name for name in RUNS if name not in INEXACT]
@@ -105,7 +105,7 @@ def is_as_the_page_says(name: str) -> None:
     assert row.ours == "right"
     if name in KINDS:
         assert case.row == row, "run docs/generate_architectures.py"
-    target = ModelPass(case.model, Rollback(make_prompt_cache(case.model)))
+    target = Verifier(case.model, Rollback(make_prompt_cache(case.model)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert target.takes_trees() == (row.trees == "exact")

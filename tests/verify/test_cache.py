@@ -247,9 +247,9 @@ def test_going_back_copies_no_keys(kind: type[KVCache]) -> None:
     """A round over 8,192 cached tokens needs no second buffer; one handle on it, as is kept for a
     class that is not known, and it does."""
     kept = kind()
-    tape = Rollback([kept])
     many, one_more = (mx.zeros((1, 1, n, 64)) for n in (8192 - 100, 5))
     mx.eval(kept.update_and_fetch(many, many), one_more)
+    tape = Rollback([kept])
     mx.eval(kept.keys, kept.values)
     mx.reset_peak_memory()
     before = mx.get_active_memory()

@@ -26,8 +26,8 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.caches import Rollback, leaves
 from specdec_mlx.exactness import recurrent_states
-from specdec_mlx.exactness.probe import probe
 from specdec_mlx.exactness.recurrent_states import MOST_POSITIONS, recurrent_states_of
+from specdec_mlx.lab.probing import probe
 from specdec_mlx.models import anatomy as watching
 from specdec_mlx.options import Options
 

@@ -11,11 +11,12 @@ import pytest
 
 import tiny
 from scripted import OracleDrafter
-from specdec_mlx.exactness.probe import first_inexact, probe
-from specdec_mlx.exactness.rounding import near_tie, rounding_of, shortens_products
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.exactness.rounding import rounding_of, shortens_products
 from specdec_mlx.lab.bench.summary import find_differences
 from specdec_mlx.lab.bench.timing import PLAIN, Sample
-from specdec_mlx.lab.prompts import Task
+from specdec_mlx.lab.probing import near_tie, probe
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import speculate
 
 PROMPT = [5, 9, 2, 7, 5, 9, 2]
@@ -99,11 +100,7 @@ def test_a_benchmark_excuses_what_rounding_moves_and_no_more(
     assert tie > near_tie([])
     gap = ties * tie
     monkeypatch.setattr("specdec_mlx.lab.bench.summary.top_two_gap", lambda *where: gap)
-    counts = dict.fromkeys(
-        ("first_round", "passes", "drafted", "accepted", "drafting_rounds", "peak_bytes"), 0
-    )
-    times = {"first_seconds": 0.0, "decode_seconds": 0.0}
-    of = {"id": "one", "category": "kind", "repeat": 0} | counts | times
+    of = {"id": "one", "category": "kind", "num_tokens": 3, "passes": 3, "decode_seconds": 0.0}
     samples = [Sample(PLAIN, tokens=[1, 2, 3], **of), Sample("other", tokens=[1, 2, 4], **of)]
-    (found,) = find_differences(model, [Task("one", "kind", PROMPT)], samples)
+    (found,) = find_differences(model, [RecordedText("one", "kind", PROMPT)], samples)
     assert (found.position, found.excused) == (2, excused)

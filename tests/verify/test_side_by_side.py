@@ -11,9 +11,10 @@ import tiny
 from benchmarks.power_of_probe import DEVICES, FAULTS, TYPES, make, plant, sampled, verdicts
 from narrow import Counting
 from selection import FULL, in_one_test
-from specdec_mlx.exactness.probe import first_inexact, probe
+from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of
-from specdec_mlx.exactness.rounding import LEAST_TIE, near_tie, rounding_of
+from specdec_mlx.exactness.rounding import rounding_of
+from specdec_mlx.lab.probing import LEAST_TIE, near_tie, probe
 from specdec_mlx.models.anatomy import anatomy_of
 
 

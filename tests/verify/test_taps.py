@@ -28,9 +28,7 @@ from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.models import anatomy as watching
 from specdec_mlx.models.anatomy import Taps
-from specdec_mlx.rules import Match
-from specdec_mlx.sampling import Noise
-from specdec_mlx.target import NextToken, Verifier
+from specdec_mlx.target import Verifier
 
 IDS = mx.array(PROMPT)
 NUM_TOKENS = 40
@@ -198,12 +196,8 @@ def test_a_drafter_is_shown_each_kept_position_as_one_pass_over_the_text_has_it(
 def test_rows_of_a_round_in_several_passes_are_all_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pending tokens that one pass has no room for are fed before it, and read as well."""
     model, wanted = built("mamba2"), list(text_of("mamba2"))
-    next_token, rollback = (
-        NextToken(sd.Sampling(), (), Noise(0)),
-        Rollback(make_prompt_cache(model)),
-    )
-    verifier = Verifier(model, rollback, next_token=next_token, given_rule=Match(), probe=False)
-    monkeypatch.setattr(verifier, "widest_pass", lambda: 3)
+    verifier = Verifier(model, Rollback(make_prompt_cache(model)), probe=False)
+    monkeypatch.setattr(verifier, "measure_width", lambda: 3)
     verifier.tap(ALL)
     under_way = verifier.launch(PROMPT, Draft(wanted[:2]), 0)
     assert under_way.read().tokens == wanted[:3]

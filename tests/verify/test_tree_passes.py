@@ -22,10 +22,11 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx import Sampling, speculate
 from specdec_mlx.caches import Rollback
 from specdec_mlx.exactness import probe as exactness
-from specdec_mlx.exactness.probe import first_inexact, probe, tree_report
+from specdec_mlx.exactness.probe import first_inexact, tree_report
+from specdec_mlx.lab.probing import probe
 from specdec_mlx.loop import Token
 from specdec_mlx.models import anatomy as watching
-from specdec_mlx.target import ModelPass
+from specdec_mlx.target import Verifier
 from specdec_mlx.trees import passes as tree_passes
 
 REPRESENTATIVE = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "ministral3")
@@ -91,7 +92,7 @@ def test_depths_are_taught_while_another_thread_watches_every_module(name):
     with ThreadPoolExecutor(1) as pool:
         watcher = pool.submit(watch)
         assert watches.wait(60)
-        target = ModelPass(model, Rollback(make_prompt_cache(model)))
+        target = Verifier(model, Rollback(make_prompt_cache(model)))
         was_taken = target.takes_trees()
         tree_passes.patch_ropes._make(model)  # a second thread that came at the same time
         is_taught.set()
@@ -279,7 +280,7 @@ def test_what_was_kept_of_a_tree_is_as_if_fed_alone(name, length):
 def test_an_exception_while_rows_are_moved_leaves_the_caches_as_they_were(monkeypatch):
     model = tiny.build("qwen3")
     caches = make_prompt_cache(model)
-    target = ModelPass(model, Rollback(caches))
+    target = Verifier(model, Rollback(caches))
     target.feed(mx.array([1, 2, 3]))
     target.takes_trees()
     target.feed(mx.array([3, *range(8)]), parents=TREE)

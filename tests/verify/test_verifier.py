@@ -11,9 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import tiny
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft
-from specdec_mlx.loop import verifier_for
 from specdec_mlx.options import Options
-from specdec_mlx.sampling import Noise
 from specdec_mlx.target import Verifier
 
 PROMPT = [5, 9, 2, 7]
@@ -23,7 +21,7 @@ def verifier(name: str, end_token: int = 3) -> Verifier:
     model = tiny.build(name)
     options = Options(tokenizer=SimpleNamespace(eos_token_ids=[end_token]))
     caches = Rollback(make_prompt_cache(model))
-    return verifier_for(model, caches, options, probe=True, noise=Noise(0))
+    return Verifier(model, caches, options)
 
 
 def test_to_ask_how_wide_a_pass_may_be_changes_nothing():
@@ -31,7 +29,7 @@ def test_to_ask_how_wide_a_pass_may_be_changes_nothing():
     target = verifier("mamba2")
     target.feed(mx.array(PROMPT))
     before = dict(vars(target.rollback))
-    assert target.widest_pass()
+    assert target.measure_width()
     assert vars(target.rollback) == before
     assert target.rollback.states is None
     target.launch(PROMPT[-1:], Draft([4, 6]), 0).read()

@@ -21,7 +21,7 @@ from selection import in_one_test
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.record import Record
-from specdec_mlx.lab.bench.replay import Scores, score_record
+from specdec_mlx.lab.bench.replay import score_record
 from specdec_mlx.lab.bench.run import bench_texts
 from specdec_mlx.lab.bench.summary import Result
 from specdec_mlx.lab.bench.timing import Settings
@@ -169,12 +169,11 @@ def test_a_benchmark_of_texts_from_python():
     assert "RecordedText" not in repr(record)
     assert "drafterKratio" in Checker(record._repr_html_()).text
     scores = score_record(record, {"ngram": sd.NGramDrafter()}, ["2"], linear_cost(0.1))
-    assert isinstance(scores, Scores)
     assert "code & <b>" in Checker(scores._repr_html_()).text
     options |= {"rules": ["rejection", "block"], "temp": 1.0, "draft_model": model}
     record = bench_texts(*call, ["model"], ["2"], **options)
     assert [r.rule for r in totals(record)] == ["", "", "rejection", "block"]
-    assert record.settings["temp"] == 1.0
+    assert record.settings.temp == 1.0
     assert "drafterKruleratio" in Checker(record._repr_html_()).text
 
 

@@ -24,7 +24,7 @@ from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.drafters.shared_drafts import SharedDrafts
-from specdec_mlx.loop import Generation, assemble
+from specdec_mlx.loop import assemble
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import close_all, split_cache
 
@@ -220,8 +220,11 @@ class BatchGeneration:
             prefill_stops=request.stops,
             prompt_progress_callback=request.on_progress,
         )
-        parts = assemble(
-            *(self.model, request.prompt, own.drafter, options),
+        generation = assemble(
+            self.model,
+            request.prompt,
+            own.drafter,
+            options,
             split_cache(self.model, given, options)[0],
             length=self.length_of_text(own.num_draft_tokens),
             num_read=request.num_read,
@@ -233,9 +236,8 @@ class BatchGeneration:
                 "num_unseen": request.num_read,
             },
         )
-        text = BatchText(uid, request, Generation.of(parts, options), parts.target)
-        parts.drafting.begin(parts.context)
-        return text
+        generation.begin()
+        return BatchText(uid, request, generation, generation.target)
 
     def length_of_text(self, own: int | str | DraftLength | None = None) -> DraftLength:
         """The draft length of one text: its own, or that of the batch."""
@@ -302,7 +304,8 @@ class BatchGeneration:
             return any(map(len, self._propose()))
         for text in self.schedule.writing:
             with self._alone(text.uid, text):
-                if text.generation.drafting.look_ahead():
+                drafting = text.generation.drafting
+                if drafting.selection and drafting.selection.may_find(drafting.room):
                     return True
         return False
 
@@ -319,13 +322,13 @@ class BatchGeneration:
             for text, round_ in current:
                 # a sampler of the caller's draws it now
                 with self._alone(text.uid, text):
-                    token = round_.under_way.next_token
+                    token = round_.under_way.draw_next()
                     position = text.generation.sequence.num_generated + 1
                     to_verify.append(ToVerify(token, NO_DRAFT, position))
         if len(to_verify) < len(current):
             return []
-        for (text, _), (token, _, _) in zip(current, to_verify, strict=True):
-            text.verifier.extend_history(token)
+        for (text, _), row in zip(current, to_verify, strict=True):
+            text.verifier.extend_history(row.pending)
         return self._launch(to_verify, is_ahead=True)
 
     def _launch(self, to_verify: Sequence[ToVerify], *, is_ahead: bool) -> Rounds:
@@ -355,7 +358,7 @@ class BatchGeneration:
                 outcome = text.generation.accept(round_, next_of.get(text.uid))
                 if text.finish_reason is None:
                     text.cut_at(self.stop_tokens, round_, outcome)
-                if round_.num_drafted:
+                if len(outcome.tokens) <= round_.num_drafted:
                     text.generation.roll_back(round_, outcome)
             outcomes.append(outcome)
         if self.shared is not None:

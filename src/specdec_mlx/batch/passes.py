@@ -14,12 +14,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback, wait_for
-from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_drafters
+from specdec_mlx.contracts import Draft, Drafter, ReadsTarget, all_drafters
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.exactness.recurrent_states import in_steps
 from specdec_mlx.models.anatomy import Call, watching
 from specdec_mlx.options import Options
-from specdec_mlx.target import Verifier
+from specdec_mlx.target import LazyPass, StepwisePass, Verifier
 from specdec_mlx.token_ids import to_ids
 
 
@@ -50,7 +50,7 @@ class BatchPasses(ABC):
         """Keep these texts, in this order, and drop the others."""
 
     @abstractmethod
-    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
+    def launch(self, rounds: Sequence[ToVerify]) -> list[LazyPass | StepwisePass]:
         """Start a pass over each text."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class SharedPasses(BatchPasses):
         mx.clear_cache()
         self._move()
 
-    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
+    def launch(self, rounds: Sequence[ToVerify]) -> list[LazyPass | StepwisePass]:
         """Start a pass over all rows."""
         drafted, fed = [], []
         for verifier, round_ in zip(self.verifiers, rounds, strict=True):
@@ -170,7 +170,7 @@ class OneByOne(BatchPasses):
         """Keep these texts, in this order."""
         self.verifiers = [self.verifiers[row] for row in rows]
 
-    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
+    def launch(self, rounds: Sequence[ToVerify]) -> list[LazyPass | StepwisePass]:
         """Start the pass of each text."""
         both = zip(self.verifiers, rounds, strict=True)
         return [verifier.launch(r.pending, r.draft, r.position) for verifier, r in both]

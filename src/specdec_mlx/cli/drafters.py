@@ -28,6 +28,8 @@ def main(args: argparse.Namespace) -> int:
     elif args.folder is not None:
         raise ValueError("--in needs --model, the model to draft for.")
     else:
-        for name, text in describe_drafters().items():
-            print(f"{name:<15}{text}")
+        texts = describe_drafters()
+        width = max(map(len, texts)) + 2
+        for name, text in texts.items():
+            print(f"{name:<{width}}{text}")
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_lm.utils import load_tokenizer
 
-from specdec_mlx.arguments import argument, positive_int
+from specdec_mlx.arguments import number
 from specdec_mlx.memory import Memory
 from specdec_mlx.models.loading import explained
 
@@ -54,7 +54,7 @@ class Actions:
         merge.add_argument("file", type=Path, metavar="FILE", help="made if there is none")
         merge.add_argument("others", nargs="+", type=Path, metavar="OTHER")
         prune = add("prune", self._prune, "forget what is oldest")
-        count = argument(positive_int)
+        count = number(int, 1)
         prune.add_argument(self.bound, dest="most", type=count, required=True, metavar="N")
         export = add("export", self._export, "a copy to share, without the names of files")
         for command in (info, prune, export):
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     build = actions.add_to(parser, _build, "from files and folders; again, it reads what changed")
     oldest = f"oldest go first ({MOST_TOKENS})"
-    build.add_argument("--max-tokens", type=argument(positive_int), metavar="N", help=oldest)
+    build.add_argument("--max-tokens", type=number(int, 1), metavar="N", help=oldest)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -91,7 +91,8 @@ class CostModel:
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
     the measured one. plain: seconds of passes over one row; seconds: their median. ratios: rows ->
     measured costs. most_rows: of the widest pass that may be tried, a few, or 4 times the
-    widest so far. needs_plain: True if a plain round is due.
+    widest so far. needs_plain: True if a plain round is due. doubted: samples that the
+    latest measurement belongs to, and the measurement, while it is in doubt; or None.
     """
 
     prior: Curve = MILDEST
@@ -101,10 +102,11 @@ class CostModel:
     most_rows: int = 1
     needs_plain: bool = True
     fitted: dict[int, float] = field(default_factory=dict)
+    _measured: dict[int, tuple[float, int]] | None = None
     _num_rounds: int = 0
     _due: int = 0
     _num_odd: int = 0
-    _doubted: tuple[deque[float], float] | None = None
+    doubted: tuple[deque[float], float] | None = None
 
     def __post_init__(self) -> None:
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
@@ -121,7 +123,7 @@ class CostModel:
             self._add_plain(seconds)
         elif self.plain:
             samples = self.ratios.setdefault(rows, new_samples())
-            self.measure(samples, seconds, rows, self(rows))
+            self.measure(samples, seconds, rows, self.fitted.get(rows) or self(rows))
         self.needs_plain = self._num_rounds >= self._due
 
     def _add_plain(self, seconds: float) -> None:
@@ -134,7 +136,7 @@ class CostModel:
             spacing = 0
         elif self._num_odd:
             self._believe()
-        self._doubted, self._num_odd = None, 0
+        self.doubted, self._num_odd = None, 0
         self._due = self._num_rounds + spacing
 
     def measure(
@@ -158,14 +160,16 @@ class CostModel:
         self._num_odd = (self._num_odd + 1) * (is_low or known * MOVED < ratio)
         if self._num_odd > (0 if is_low else min(NUM_PLAIN, len(samples))):
             self._due = self._num_rounds
-        self._doubted = samples, (ratio - less) / shares
+        self.doubted = samples, (ratio - less) / shares
         if not 0 < self._num_odd <= NUM_PLAIN:
             self._believe()
 
     def _believe(self) -> None:
-        if self._doubted is not None:
-            samples, cost = self._doubted
+        """Add the latest measurement to its samples."""
+        if self.doubted is not None:
+            samples, cost = self.doubted
             samples.append(cost)
+            self.doubted = None
             self._fit()
 
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
@@ -186,7 +190,9 @@ class CostModel:
         measured = expected = PRIOR_WEIGHT * excess[FIRST_ROWS]
         plain, found = PRIOR_WEIGHT, dict[int, tuple[float, int]]()
         for rows, samples in self.ratios.items():
-            believed = excess.setdefault(rows, self.prior(rows) - 1.0)
+            if rows not in excess:
+                excess[rows] = self.prior(rows) - 1.0
+            believed = excess[rows]
             # Others use the machine too: it is slow by chance, never quick. So the lower quartile,
             # and a single measurement makes no pass dearer than the prior says.
             num = len(samples)
@@ -197,6 +203,9 @@ class CostModel:
             measured += num * (ratio - 1.0)
             expected += num * believed
             plain += num
+        if found == self._measured:
+            return
+        self._measured = found
         scale = max(0.0, measured / expected) if expected > 0 else 1.0
         # wide: another kernel
         if self.prior.fits and max(found, default=0) <= FIRST_ROWS:

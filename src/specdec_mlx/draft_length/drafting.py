@@ -16,7 +16,6 @@ from specdec_mlx.contracts import (
     Drafter,
     RoundRecord,
     Session,
-    Target,
     begin_session,
     is_cheap,
     key_of,
@@ -28,6 +27,7 @@ from specdec_mlx.exactness.features import FeatureFeed
 
 if TYPE_CHECKING:
     from specdec_mlx.sequence import SequenceState
+    from specdec_mlx.target import Verifier
 
 ANY_LENGTH = 1 << 30  # tokens of a draft that has no bound
 
@@ -137,8 +137,9 @@ class Selection:
     def may_find(self, room: Room) -> bool:
         """Ask the parts that are free; True if there may be a draft now."""
         for group in self.groups:
-            if any(self.limit(part, room, []) for part in group if not part.is_cheap):
-                return True
+            for part in group:
+                if not part.is_cheap and self.limit(part, room, []):
+                    return True
             if len(self.look_up(group, room, [])[1].tokens):
                 return True
         return False
@@ -177,7 +178,7 @@ class Drafting:
     is_shared: ClassVar[bool] = False
     drafter: Drafter | None
     length: DraftLength
-    target: Target
+    target: Verifier
     sequence: SequenceState
     _: KW_ONLY
     keeps_cache: bool
@@ -213,27 +214,16 @@ class Drafting:
         if selection is None or not self.sequence.wants_more(0 if self.keeps_cache else 1):
             return NO_DRAFT
         chosen = selection.choose(self.room)
-        is_timed = selection.length.wants_timing(0)
-        # timed in one round
-        self.may_find = selection.has_cheap or chosen.was_paid or (is_timed and self.may_find)
-        if not is_timed:
-            self.why_none = chosen.why_none
         self.part = chosen.part
+        if not len(chosen.draft.tokens) and not selection.length.wants_timing(0):
+            self.may_find, self.why_none = False, chosen.why_none  # else a plain round is timed
+        self.may_find = selection.has_cheap or chosen.was_paid or self.may_find
         return chosen.draft
-
-    def look_ahead(self) -> bool:
-        """Ask the sessions that are free; True if there may be a draft now."""
-        return self.selection is not None and self.selection.may_find(self.room)
 
     def record(self, round_: RoundRecord) -> None:
         """Tell the draft length of a finished round."""
         if self.selection is not None:
             self.selection.length.record(round_)
-
-    def observe(self) -> None:
-        """Tell the session what was emitted."""
-        if self.session is not None:
-            self.session.observe(self.sequence.not_handed_out)
 
     def agree_on_end(self) -> bool:
         """True: alone, a generation ends where its caller is; see `ranks.SharedDrafting`."""
@@ -246,7 +236,7 @@ class Drafting:
 
     def room(self) -> int:
         """Most tokens of a draft: by max_tokens, and by what the caches can undo."""
-        position, widest = self.target.rollback.position, self.target.widest_pass()
+        position, widest = self.target.rollback.position, self.target.measure_width()
         if self.sequence.embeddings is not None and position < self.sequence.prompt_length:
             return 0
         wanted = self.sequence.num_remaining(0 if self.keeps_cache else 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 import sys
@@ -12,15 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
+import msgspec
+from msgspec import Meta, Struct
 
 from specdec_mlx.draft_length.chances import NUM_WEIGHTS, Chances
 from specdec_mlx.draft_length.costs import MILDEST, WIDTHS, CostModel, Curve, Steps, prior_for
-from specdec_mlx.files import cache_root, read_text, replacing
+from specdec_mlx.files import cache_root, parse, read_text, replacing
 from specdec_mlx.models.loading import PerModel
 
 BUDGET = 2.0  # of a drafter that costs time at first, in plain rounds; gains double it at most
@@ -43,6 +43,30 @@ class Account:
         self.budget = min(max(-BUDGET, self.budget + amount), 2 * BUDGET)
 
 
+Number = Annotated[float, Meta(ge=-1e9, le=1e9)]
+Ratio = Annotated[float, Meta(gt=0, le=1e9)]
+Weight = Annotated[list[Number], Meta(min_length=2, max_length=2)]
+Weights = Annotated[list[Weight], Meta(min_length=NUM_WEIGHTS, max_length=NUM_WEIGHTS)]
+
+
+class SavedDrafter(Struct, forbid_unknown_fields=True):
+    """State of one drafter in a file.
+
+    weights: of `Chances`, of drafted and of unseen tokens. steps: of `Steps`, first and further.
+    """
+
+    weights: tuple[Weights, Weights]
+    steps: tuple[list[Number], list[Number]]
+    budget: Annotated[float, Meta(ge=-BUDGET, le=2 * BUDGET)]
+
+
+class SavedTuning(Struct, forbid_unknown_fields=True):
+    """A tuning in a file. costs: class of context length -> rows -> ratios of `CostModel`."""
+
+    costs: dict[int, dict[int, list[Ratio]]]
+    drafters: dict[str, SavedDrafter]
+
+
 @dataclass
 class Learned:
     """Learned state of one drafter on one model; `unseen` is of tokens that are not drafted yet."""
@@ -57,18 +81,17 @@ class Learned:
         self.chances.decay()
         self.unseen.decay()
 
-    def as_dict(self) -> dict[str, Any]:
-        """All but the tokens that were written, for JSON with lists in place of deques."""
-        weights = [self.chances.weights, self.unseen.weights]
-        steps = [*vars(self.steps).values()]
-        return {"weights": weights, "steps": steps, "budget": self.account.budget}
+    def saved(self) -> SavedDrafter:
+        """All but the tokens that were written."""
+        steps = list(self.steps.first), list(self.steps.further)
+        return SavedDrafter((self.chances.weights, self.unseen.weights), steps, self.account.budget)
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Take over what `as_dict` gave. Raises ValueError for anything else."""
-        self.chances.weights, self.unseen.weights = finite(saved["weights"], 2, NUM_WEIGHTS, 2)
-        self.account.budget = finite(saved["budget"])
-        for samples, found in zip(vars(self.steps).values(), saved["steps"], strict=True):
-            samples.extend(finite(found, len(found)))
+    def restore(self, saved: SavedDrafter) -> None:
+        """Take over what `saved` gave."""
+        self.chances.weights, self.unseen.weights = saved.weights
+        self.account.budget = saved.budget
+        self.steps.first.extend(saved.steps[0])
+        self.steps.further.extend(saved.steps[1])
 
 
 @dataclass
@@ -110,40 +133,28 @@ class Tuning:
     def save(self, path: Path | str) -> None:
         """Write as JSON, all but seconds and costs of several texts; whole or not at all."""
         costs = {
-            kind: cost_model.ratios for (num, kind), cost_model in self.costs.items() if num == 1
+            kind: {rows: list(ratios) for rows, ratios in cost_model.ratios.items()}
+            for (num, kind), cost_model in self.costs.items()
+            if num == 1
         }
-        drafters = {key: learned.as_dict() for key, learned in self.drafters.items()}
-        saved = {"costs": costs, "drafters": drafters}
+        drafters = {key: learned.saved() for key, learned in self.drafters.items()}
         with replacing(Path(path)) as part:
-            part.write_text(json.dumps(saved, default=list), encoding="utf-8")
+            part.write_bytes(msgspec.json.encode(SavedTuning(costs, drafters)))
 
     @classmethod
     def load(cls, path: Path | str, prior: Curve = MILDEST) -> Tuning:
-        """Read what `save` wrote. Raises ValueError for another kind of file."""
-        tuning = cls(prior)
+        """Read what `save` wrote. Raises ValueError that names what is wrong in another file."""
         try:
-            saved = json.loads(read_text(path))
-            for context, ratios in saved["costs"].items():
-                cost_model = tuning.costs[1, int(context)] = CostModel(prior)
-                cost_model.restore(
-                    {rows: finite(found, len(found)) for rows, found in ratios.items()}
-                )
-            for key, learned in saved["drafters"].items():
-                tuning.of(key).restore(learned)
-        except (
-            *(LookupError, TypeError, AttributeError, ValueError),
-            *(ArithmeticError, RecursionError),
-        ) as error:
-            raise ValueError(f"{path} is not a saved Tuning ({error!r}). Delete it.") from error
+            saved = parse(read_text(path), SavedTuning)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a saved Tuning ({error}). Delete it.") from error
+        tuning = cls(prior)
+        for context, ratios in saved.costs.items():
+            tuning.costs[1, context] = CostModel(prior)
+            tuning.costs[1, context].restore(ratios)
+        for key, learned in saved.drafters.items():
+            tuning.of(key).restore(learned)
         return tuning
-
-
-def finite(values: Any, *shape: int) -> Any:
-    """Numbers out of a file. Raises ValueError for others, and for another shape."""
-    found = np.asarray(values, dtype=float)
-    if not np.isfinite(found).all() or found.shape != shape:
-        raise ValueError(f"expected finite numbers {shape}, got {values}")
-    return found.tolist()
 
 
 tuning_for = PerModel(Tuning.for_model)

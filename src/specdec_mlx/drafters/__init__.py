@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec_mlx.contracts import DraftContext as DraftContext
+    from specdec_mlx.contracts import Features as Features
     from specdec_mlx.draft_length.store import Tuning as Tuning
     from specdec_mlx.draft_length.value import DraftLength as DraftLength
     from specdec_mlx.drafters.choosing.registry import drafter_names as drafter_names
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "DraftContext": "specdec_mlx.contracts",
     "DraftLength": "specdec_mlx.draft_length.value",
+    "Features": "specdec_mlx.contracts",
     "FirstOf": "specdec_mlx.drafters.first_of",
     "Grammar": "specdec_mlx.drafters.grammar",
     "GrammarDrafter": "specdec_mlx.drafters.grammar",

@@ -13,8 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.arguments import wrong
 from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
-from specdec_mlx.sampling import MOST_NUMBERS, Sampling
+from specdec_mlx.sampling import MOST_NUMBERS, TEMPS, Sampling, is_temp
 from specdec_mlx.token_ids import to_ids
 
 NextLogits = Callable[[mx.array | None], mx.array]
@@ -209,3 +210,18 @@ def match_vocab(logits: mx.array, vocab_size: int | None) -> mx.array:
     if width > vocab_size:
         return logits[:, :vocab_size]
     return mx.pad(logits, [(0, 0), (0, vocab_size - width)], constant_values=-mx.inf)
+
+
+def check_draft_temp(draft_temp: float | None) -> None:
+    """Raise ValueError for a temperature of drafts that is none."""
+    if draft_temp is not None and not is_temp(draft_temp):
+        raise wrong("draft_temp", draft_temp, f"{TEMPS}, or None")
+
+
+def sampling_of_drafts(
+    target: Sampling | None, *, greedy: bool, draft_temp: float | None
+) -> Sampling:
+    """How to draw for a target, None for an opaque sampler: its filters, at `draft_temp`."""
+    if greedy or target is None or target.greedy:
+        return Sampling()
+    return target if draft_temp is None else replace(target, temp=draft_temp)

@@ -10,12 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import can_trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.arguments import wrong
 from specdec_mlx.caches import (
+    READABLE,
     Rollback,
-    check_caches_fit,
+    leaves,
     refused_after_failure,
     states_of,
     wait_for,
@@ -209,3 +210,36 @@ class ModelSession(WritingSession):
                 self.read_to(length)
                 mx.async_eval(states_of(self.callers_cache))
         super().close(length)
+
+
+def check_caches_fit(model: nn.Module, caches: Sequence[Any]) -> None:
+    """Raise ValueError for a draft model's caches that another model made or filled.
+
+    A pass that is never computed tells which kinds and sizes the model fills.
+    """
+    fresh = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=fresh)
+    given, due = ([_about(cache) for cache in leaves(x)] for x in (caches, fresh))
+    if len(caches) == len(fresh) and len(given) == len(due):
+        pairs = zip(given, due, strict=True)
+        if all(
+            kind is other and (sizes is None or sizes == right)
+            for (kind, sizes), (other, right) in pairs
+        ):
+            return
+    raise ValueError(
+        f"prompt_cache holds {len(caches)} caches behind the target's that are not the draft "
+        f"model's; expected {len(fresh)}, as of mlx_lm.models.cache.make_prompt_cache(model) for "
+        "the draft model, which alone has filled them."
+    )
+
+
+def _about(cache: Any) -> tuple[type, list[Any] | None]:
+    """The class of a cache, and the sizes of what it holds; None where nothing is there."""
+    if isinstance(cache, ArraysCache):
+        is_filled = all(slot is not None for slot in cache.cache)
+        return type(cache), [slot.shape[1:] for slot in cache.cache] if is_filled else None
+    keys: Any = getattr(cache, "keys", None)
+    is_array = isinstance(keys, mx.array)
+    sizes = [keys.shape[1], keys.shape[-1]] if is_array else None
+    return KVCache if isinstance(cache, READABLE) else type(cache), sizes

@@ -15,13 +15,14 @@ from specdec_mlx.drafters.drawing import (
     DRAWN_AT_ONCE,
     ChainDraws,
     Pace,
+    check_draft_temp,
     draft_to,
     draft_while,
     draw_rows,
+    sampling_of_drafts,
     truncate,
 )
 from specdec_mlx.drafters.growing import TreeDraws
-from specdec_mlx.sampling import check_draft_temp, sampling_of_drafts
 
 # of nodes of a tree; None in a chain, each token after the last
 Parents = Sequence[int] | None

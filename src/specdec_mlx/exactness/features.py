@@ -15,7 +15,6 @@ from specdec_mlx.contracts import (
     ReadsTarget,
     SeesTarget,
     Session,
-    Target,
     all_drafters,
     key_of,
     optional,
@@ -26,6 +25,7 @@ from specdec_mlx.token_ids import to_list
 
 if TYPE_CHECKING:
     from specdec_mlx.loop import Round
+    from specdec_mlx.target import Verifier
 
 
 class FeatureFeed:
@@ -35,7 +35,7 @@ class FeatureFeed:
     then, as on several ranks, since all may have to take part.
     """
 
-    def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Target) -> None:
+    def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Verifier) -> None:
         self._readers = readers
         self._rejected_readers = [
             (see, wish) for session, wish in readers if (see := optional(session, "see_rejected"))
@@ -45,7 +45,7 @@ class FeatureFeed:
         self.at_once = False
 
     @classmethod
-    def between(cls, drafter: Drafter, session: Session, target: Target) -> FeatureFeed | None:
+    def between(cls, drafter: Drafter, session: Session, target: Verifier) -> FeatureFeed | None:
         """The way from a target to those of a session's parts that read it; None if none does.
 
         Raises DraftError for a session without `see`, UnreadableError for what the target does not
@@ -68,7 +68,7 @@ class FeatureFeed:
         return cls(readers, target)
 
     @classmethod
-    def of_nobody(cls, drafter: Drafter | None, target: Target) -> FeatureFeed | None:
+    def of_nobody(cls, drafter: Drafter | None, target: Verifier) -> FeatureFeed | None:
         """The feed where the sessions are on another rank: this one computes as much."""
         wishes = [part.features for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
         if not wishes:

@@ -1,5 +1,7 @@
 """Does a pass over m positions give the logits of m single passes?
 
+`specdec_mlx.lab.probe` measures more of them, and tells.
+
 Lossless decoding stands on that. It is measured once for each loaded model: at its start, past its
 window, and across positions that its configuration names, once a text comes near them.
 """
@@ -20,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback, leaves_of, wait_for, window_of
-from specdec_mlx.exactness.recurrent_states import in_steps, recurrent_states_of, ways_back
+from specdec_mlx.exactness.recurrent_states import in_steps, recurrent_states_of
 from specdec_mlx.exactness.rounding import is_rounding
 from specdec_mlx.exactness.side_by_side import LOGITS, Run, SinglePasses, largest_difference
 from specdec_mlx.models.anatomy import anatomy_of, group_of
@@ -95,61 +97,6 @@ class WidthReport:
         return not self.fault
 
 
-@dataclass(frozen=True)
-class ProbeReport:
-    """Result of `probe`. caches: classes and how each rolls back. window: tokens, or None."""
-
-    caches: tuple[str, ...]
-    window: int | None
-    rows: tuple[WidthReport, ...]
-
-    @property
-    def exact(self) -> bool:
-        """True if several positions at once are as good as one by one everywhere."""
-        return all(row.exact for row in self.rows)
-
-    @property
-    def differences(self) -> list[float]:
-        """How far rounding moves a logit, in each place where drafts are verified with rounding.
-
-        It is measured on single passes, so that no fault of a wide one adds to it.
-        """
-        return [row.rounding for row in self.rows if row.exact and not row.bitwise]
-
-    def __str__(self) -> str:
-        """A small table and a verdict."""
-        lines = [f"caches: {', '.join(self.caches)}", "context  width  max difference  flips"]
-        for row in self.rows:
-            verdict = "bitwise the same" if row.bitwise else ""
-            verdict = verdict if row.exact else f"NOT EXACT at {row.fault}"
-            lines.append(
-                f"{row.context:>7}  {row.width:>5}  {row.max_difference:>14.2e}  "
-                f"{row.argmax_flips:>5}  {verdict}"
-            )
-        how = "exact where it does not say otherwise, and switches itself off where it does"
-        if self.exact:
-            is_bitwise = all(row.bitwise for row in self.rows)
-            how = "exact on this model" + ", up to the rounding of near ties" * (not is_bitwise)
-        lines.append(f"Drafting is {how}.")
-        return "\n".join(lines)
-
-
-def probe(
-    model: nn.Module, widths: Sequence[int] = WIDTHS, past_window: bool = True
-) -> ProbeReport:
-    """Compare passes over several positions with single ones, wherever a model may change.
-
-    widths: positions a pass. Three texts at the model's start and one at each further place, each
-    of about 13 passes, or 40 where they are not bitwise the same, and a prefill of the window.
-    """
-    places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
-    rows = [row for place in places for row in _probed(model, place, widths)]
-    kinds = [type(cache).__name__ for cache in leaves_of(model)]
-    ways = dict(zip(reversed(kinds), reversed(ways_back(model)), strict=True))
-    caches = tuple(f"{kind} ({ways[kind]})" for kind in dict.fromkeys(kinds))
-    return ProbeReport(caches, max(_windows(model), default=None), tuple(rows))
-
-
 @dataclass(eq=False)
 class ProbePoint:
     """A place to measure passes at, after `context` tokens and `shift` positions that caches claim.
@@ -167,7 +114,7 @@ class ProbePoint:
 @PerModel
 def places_of(model: nn.Module) -> list[ProbePoint]:
     """Where a loaded model may change, in order; its start is the first."""
-    windows = _windows(model)
+    windows = windows_of(model)
     short = min(CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS)))
     # from which the widest pass does not go past the window
     places = [ProbePoint(0, short)]
@@ -220,14 +167,14 @@ def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
 
 def _quick_report(model: nn.Module, place: ProbePoint) -> WidthReport:
     """Of one text; of more where rows are computed alike, and so a difference may be a fault."""
-    for text in range(_num_texts(place)):
-        (report,) = _compare(model, place, QUICK_WIDTHS, text)
+    for text in range(num_texts_at(place)):
+        (report,), _ = compare(model, place, QUICK_WIDTHS, text)
         if report.bitwise or report.fault or not report.alike:
             break
     return report
 
 
-def _num_texts(place: ProbePoint) -> int:
+def num_texts_at(place: ProbePoint) -> int:
     """Texts that are tried: one where each has to fill a window, or the caches claim positions."""
     return 1 if place.start else NUM_TEXTS
 
@@ -318,31 +265,10 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     return caches
 
 
-def _probed(model: nn.Module, place: ProbePoint, widths: Sequence[int]) -> list[WidthReport]:
-    """For each width the worst of several texts; a text with a fault is the last."""
-    texts: list[list[WidthReport]] = []
-    for text in range(_num_texts(place)):
-        texts.append(_compare(model, place, widths, text, True))
-        if any(report.fault for report in texts[-1]):
-            break
-    return [
-        replace(
-            max(of_width, key=lambda report: (bool(report.fault), report.max_difference)),
-            bitwise=all(report.bitwise for report in of_width),
-            rounding=max(report.rounding for report in of_width),
-        )
-        for of_width in zip(*texts, strict=True)
-    ]
-
-
-def _compare(
-    model: nn.Module,
-    place: ProbePoint,
-    widths: Sequence[int],
-    text: int = 0,
-    with_rounding: bool = False,
-) -> list[WidthReport]:
-    """One report for each width, of one text; with how far rounding moves logits, if asked."""
+def compare(
+    model: nn.Module, place: ProbePoint, widths: Sequence[int], text: int = 0
+) -> tuple[list[WidthReport], SinglePasses]:
+    """One report for each width, of one text, and the single passes that wide ones stand for."""
     longest, context, shift = max(widths), place.context, place.shift
     tokens = _random_tokens(model, context + longest, text)
 
@@ -361,11 +287,7 @@ def _compare(
         if shift and not _ropes_agree(model, context + shift, width):
             report = replace(report, fault="its rotary embedding")
         reports.append(report)
-    differ = not all(report.bitwise for report in reports)
-    if with_rounding and differ and not any(report.fault for report in reports):
-        rounding = passes.logit_rounding()
-        reports = [replace(report, rounding=rounding) for report in reports]
-    return reports
+    return reports, passes
 
 
 def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
@@ -422,6 +344,6 @@ def _random_tokens(model: nn.Module, num_tokens: int, text: int = 0) -> mx.array
     return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(text))
 
 
-def _windows(model: nn.Module) -> list[int]:
+def windows_of(model: nn.Module) -> list[int]:
     """Windows of the model's caches, but for those that keep everything."""
     return [window for cache in leaves_of(model) if (window := window_of(cache))]

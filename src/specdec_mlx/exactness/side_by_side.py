@@ -202,11 +202,3 @@ class SinglePasses:
         off = deviations(arrivals(self.model, run, instead(row)), row).items()
         least = {place: SHAKEN_BY * last_place(row[place].dtype) for place in row}
         return {place for place, rows in off if rows[-1] > least[place]}
-
-    def logit_rounding(self) -> float:
-        """How far a logit moves where all that modules are handed moves within its last place."""
-        differences = []
-        for key, run in enumerate(self.alone(self.start)):
-            moved = arrivals(self.model, run, shaken({}, 1.0, key))[LOGITS]
-            differences.append(largest_difference(moved, self.rows[key][LOGITS]))
-        return max(differences)

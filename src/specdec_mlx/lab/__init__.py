@@ -17,8 +17,6 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec_mlx.exactness.probe import ProbeReport as ProbeReport
-    from specdec_mlx.exactness.probe import probe as probe
     from specdec_mlx.lab.beams.generation import BeamSearchResponse as BeamSearchResponse
     from specdec_mlx.lab.beams.generation import BeamText as BeamText
     from specdec_mlx.lab.beams.generation import beam_search as beam_search
@@ -52,6 +50,8 @@ if TYPE_CHECKING:
     from specdec_mlx.lab.papers.suffix_trees import SuffixTreeDrafter as SuffixTreeDrafter
     from specdec_mlx.lab.papers.trees_of_several import TreeOf as TreeOf
     from specdec_mlx.lab.papers.vertical_cascade import GuessedDrafter as GuessedDrafter
+    from specdec_mlx.lab.probing import ProbeReport as ProbeReport
+    from specdec_mlx.lab.probing import probe as probe
     from specdec_mlx.lab.proof import CheckReport as CheckReport
     from specdec_mlx.lab.proof import check as check
     from specdec_mlx.lab.proof.drafter import check_drafter as check_drafter
@@ -79,7 +79,7 @@ _PLACES = {
     "PaSSDrafter": "papers.parallel_sampling",
     "Pair": "pair",
     "Plan": "training.run",
-    "ProbeReport": ".exactness.probe",
+    "ProbeReport": "probing",
     "RecyclingDrafter": "papers.recycling",
     "Settings": "bench.timing",
     "StochasticNGramDrafter": "papers.stochastic_ngrams",
@@ -103,7 +103,7 @@ _PLACES = {
     "linear_cost": "bench.cost",
     "load_pair": "pair",
     "load_record": "bench.record",
-    "probe": ".exactness.probe",
+    "probe": "probing",
     "score_record": "bench.replay",
     "target_path": "pair",
     "train": "training.run",

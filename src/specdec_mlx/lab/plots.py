@@ -41,7 +41,7 @@ PIXELS_PER_INCH, SHARPNESS = 90, 2  # as shown, and pixels drawn for each of the
 # of a cost curve, and of a text along its generation
 MOST_POSITIONS, MOST_RUNS = 17, 40
 LEGEND_LINE = 0.17  # inches
-MLX_LM_SPECULATION = "mlx-lm-speculation"
+PLAIN, MLX_LM_SPECULATION = "mlx-lm", "mlx-lm-speculation"
 LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", "none": "no drafter, our loop"}
 """Names in a legend that differ from those of a benchmark's results."""
 
@@ -188,73 +188,50 @@ def cost_curve(cost: Any) -> Figure:
     return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", "plain steps")
 
 
-Way = tuple[str, str, str]
-"""A way of drafting: drafter, draft length and rule, "" where they are not told."""
-
-Speeds = dict[Way, dict[str, tuple[float, float, float]]]
-"""Way -> category -> speed, and the ends of its interval."""
-
-
 def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "") -> Figure:
     """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals.
 
-    results: of a benchmark, those of plain mlx-lm first. ax: where to draw, a new plot if None.
+    results: of a benchmark or a replay at one cost. ax: where to draw, a new plot if None. A
+    drafter is a colour, a draft length and rule a mark.
     """
-    with_rule = len({r.rule for r in results if r.rule}) > 1
-    speeds: Speeds = {}
-    for r in sorted(results, key=lambda r: r.drafter == MLX_LM_SPECULATION):
-        if r.key != results[0].key:
-            rule = r.rule if with_rule else ""
-            of_way = speeds.setdefault((r.drafter, r.draft_length, rule), {})
-            if r.ratio:
-                of_way[r.category] = r.ratio, r.ratio_low, r.ratio_high
-    words = "tokens per second relative to plain mlx-lm, 95% interval over texts"
-    return _speeds(results, speeds, words, ax, title)
-
-
-def modelled_speed(scores: Sequence[Any]) -> Figure:
-    """Modelled speed of each way of drafting by kind of text. scores: of a replay, at one cost."""
-    speeds: Speeds = {}
-    for score in scores:
-        if not score.session and score.draft_length:
-            of_way = speeds.setdefault((score.drafter, score.draft_length, ""), {})
-            of_way[score.category] = (score.speedup,) * 3
-    words = "modelled speed relative to plain decoding"
-    return _speeds(scores, speeds, words, None, scores[0].cost if scores else "")
-
-
-def _speeds(
-    texts: Sequence[Any], speeds: Speeds, words: str, ax: Axes | None, title: str
-) -> Figure:
-    """Speeds by category of `texts`, a row for each way; a drafter is a colour."""
-    categories = list(dict.fromkeys(one.category for one in texts))
-    step = 1 / (len(speeds) + 1)
-    drafters = list(dict.fromkeys(drafter for drafter, *_ in speeds))
-    settings = list(dict.fromkeys(tuple(setting) for _, *setting in speeds))
-    height = 1.2 + 0.13 * len(categories) / step + LEGEND_LINE * len(speeds)
+    others = [r for r in results if r.drafter != PLAIN and not r.session]
+    others.sort(key=lambda r: r.drafter == MLX_LM_SPECULATION)
+    categories = list(dict.fromkeys(r.category for r in others))
+    ways = list(dict.fromkeys(r.key for r in others))
+    drafters = list(dict.fromkeys(drafter for drafter, *_ in ways))
+    settings = list(dict.fromkeys(way[1:] for way in ways))
+    rules = {rule for _, _, rule in ways if rule}
+    step = 1 / (len(ways) + 1)
+    height = 1.2 + 0.13 * len(categories) / step + LEGEND_LINE * len(ways)
     ax = axes_or_new(ax, (7.2, height))
     ax.axvline(1, color=GREY, linewidth=1.5, label="plain decoding")
-    for i, ((drafter, length, rule), found) in enumerate(speeds.items(), start=1):
-        rows = [categories.index(category) + i * step for category in found]
-        middle, low, high = np.array([*found.values()]).reshape(-1, 3).T
-        name = LEGENDS.get(drafter, drafter), length and f"K = {length}", rule
+    for i, (drafter, length, rule) in enumerate(ways, start=1):
+        own = [r for r in others if r.key == (drafter, length, rule) and r.ratio]
+        spread = np.array([(r.ratio - r.ratio_low, r.ratio_high - r.ratio) for r in own])
+        name = (
+            LEGENDS.get(drafter, drafter),
+            length and f"K = {length}",
+            rule if len(rules) > 1 else "",
+        )
         ax.errorbar(
-            middle,
-            rows,
-            xerr=np.maximum(0, [middle - low, high - middle]),
+            [r.ratio for r in own],
+            [categories.index(r.category) + i * step for r in own],
+            xerr=np.maximum(0, spread.reshape(-1, 2).T),
             fmt=MARKERS[settings.index((length, rule)) % len(MARKERS)],
             color=COLOURS[drafters.index(drafter) % len(COLOURS)],
             capsize=2,
-            label=", ".join(filter(None, name)),
+            label=", ".join(filter(None, (*name, rule if len(rules) > 1 else ""))),
         )
     for edge in range(1, len(categories)):
         ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
     names = [category.replace("_", " ") for category in categories]
     ax.set_yticks([i + 0.5 for i in range(len(names))], names)
     ax.set_ylim(len(categories), 0)
-    label_axes(ax, "", words, "")
+    cost = others[0].cost if others else ""
+    speed = "modelled speed" if cost else "tokens per second"
+    label_axes(ax, "", f"{speed} relative to plain mlx-lm, 95% interval over texts", "")
     where = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
-    return legend(ax, title=title, title_fontsize=10, alignment="left", **where)
+    return legend(ax, title=title or cost, title_fontsize=10, alignment="left", **where)
 
 
 def power_of_check(parts: Sequence[Any]) -> Figure:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from specdec_mlx.files import json_lines
+from msgspec import Struct
+
+from specdec_mlx.files import Count, json_lines
 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """One user message. id: unique name. category: results are reported per category."""
 
     id: str
@@ -21,13 +21,19 @@ class Prompt:
     text: str
 
 
-@dataclass(frozen=True)
-class Task:
-    """A prompt as the model reads it. prompt: [n] token ids, chat template included."""
+class RecordedText(Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt as the model reads it, and its text by plain decoding where that is known.
+
+    prompt, generated: token ids, the former with the chat template. session: its conversation, or
+    "". top_tokens: [m, top] the target's likeliest at each generated token, or [].
+    """
 
     id: str
     category: str
-    prompt: list[int]
+    prompt: list[Count]
+    generated: list[Count] = []
+    session: str = ""
+    top_tokens: list[list[int]] = []
 
 
 def read_prompts(path: Path | str | None = None) -> list[Prompt]:

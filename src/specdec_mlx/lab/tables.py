@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from typing import Any
 
 from specdec_mlx.views.html import CELL, table
+
+Columns = dict[str, Callable[[Any], str]]
+"""Heading -> the text beneath it for an item."""
+
+Table = tuple[list[str], list[tuple[str, ...]], int]
+"""Header, rows, and the number of leading columns that are text."""
+
+
+def or_dash(value: float | None, digits: int = 2) -> str:
+    """A number with so many decimals; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def table_of(items: Sequence[Any], text: Columns, numbers: Columns) -> Table:
+    """A row for each item; columns that are dashes from top to bottom are left out."""
+    cells = {name: [cell(item) for item in items] for name, cell in (text | numbers).items()}
+    filled = {name: column for name, column in cells.items() if {*column} - {"-"}}
+    rows = list(zip(*filled.values(), strict=True))
+    return [*filled], rows, len(filled.keys() & text.keys())
 
 
 def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], num_text_columns: int) -> str:
@@ -27,9 +47,6 @@ def markdown_table(
     columns = []
     for i, cells in enumerate(zip(header, *rows, strict=True)):
         width = max(3, *map(len, cells))
-        if i < num_text_columns:
-            columns.append([cell.ljust(width) for cell in (cells[0], "-" * width, *cells[1:])])
-        else:
-            rule = "-" * (width - 1) + ":"
-            columns.append([cell.rjust(width) for cell in (cells[0], rule, *cells[1:])])
+        side, rule = ("<", "-" * width) if i < num_text_columns else (">", "-" * (width - 1) + ":")
+        columns.append([f"{cell:{side}{width}}" for cell in (cells[0], rule, *cells[1:])])
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))

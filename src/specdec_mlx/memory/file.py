@@ -17,13 +17,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from filelock import FileLock
 from jaxtyping import Int
+from msgspec import Struct
 
 from specdec_mlx.errors import MemoryFileError
+from specdec_mlx.files import Count, parse
 
 MAGIC = b"SDMEM\x00\x00\x01"
 ALIGNMENT = 64
@@ -31,6 +34,30 @@ LONGEST_HEADER = 2**28
 UNFINISHED = ".specdec-unfinished"
 
 Integers = Int[np.ndarray, " n"]
+
+
+class Saving(Struct):
+    """What every file says of itself: its kind, and the id of the saving that wrote it."""
+
+    kind: str
+    id: str
+
+
+class FileHeader(Struct, kw_only=True, forbid_unknown_fields=True):
+    """FileHeader of a file of one kind; each kind adds fields.
+
+    id, size, crc32: of the saving, bytes and checksum of the rest, filled in by `write_file`.
+    """
+
+    kind: str
+    id: str = ""
+    size: Count = 0
+    crc32: Count = 0
+    tokenizer: str | None
+
+
+H = TypeVar("H", bound=FileHeader)
+S = TypeVar("S", bound=Struct)
 
 
 def check_folder_of(path: Path) -> None:
@@ -47,12 +74,13 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def write_file(path: Path, kind: str, header: dict[str, Any], arrays: Sequence[Any]) -> str:
-    """Write a JSON header and int32 arrays [n] whole or not, the lock held; the saving's id."""
+def write_file(path: Path, header: FileHeader, arrays: Sequence[Any]) -> str:
+    """Write a header and int32 arrays [n] whole or not, the lock held; the saving's id."""
     content = b"".join(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays)
     identity = uuid.uuid4().hex
-    told = {"kind": kind, "id": identity, "size": len(content), "crc32": zlib.crc32(content)}
-    text = json.dumps(told | header).encode()
+    sums = {"id": identity, "size": len(content), "crc32": zlib.crc32(content)}
+    # json, since a file name that is not UTF-8 is no text to msgspec
+    text = json.dumps(msgspec.to_builtins(header) | sums).encode()
     front = MAGIC + len(text).to_bytes(8, "little") + text
     # one process writes at a time, what was written is for its owner alone
     unfinished = path.with_name(f".{path.name}{UNFINISHED}")
@@ -67,16 +95,17 @@ def write_file(path: Path, kind: str, header: dict[str, Any], arrays: Sequence[A
     return identity
 
 
-def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Integers]:
+def read_file(path: Path, kind: str, header_type: type[H]) -> tuple[H, Integers]:
     """The header of a file and its integers; MemoryFileError for another kind of file."""
-    header, start = read_header(path)
-    if header["kind"] != kind:
-        raise other_kind(path, header["kind"], kind)
+    found, text, start = read_front(path)
+    if found.kind != kind:
+        raise other_kind(path, found.kind, kind)
+    header = _parsed(path, text, header_type)
     size = path.stat().st_size - start
-    if size != header["size"]:
-        raise damaged(path, f"{size} bytes after the header, expected {header['size']}")
+    if size != header.size:
+        raise damaged(path, f"{size} bytes after the header, expected {header.size}")
     data: Integers = np.fromfile(path, "<i4", offset=start)
-    if zlib.crc32(data.data) != header["crc32"]:
+    if zlib.crc32(data.data) != header.crc32:
         raise damaged(path, "its content does not have the checksum of its header")
     return header, data
 
@@ -96,8 +125,8 @@ def damaged(path: Path, what: str) -> MemoryFileError:
     )
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file, and where the rest begins; MemoryFileError if it is none."""
+def read_front(path: Path) -> tuple[Saving, bytes, int]:
+    """The saving, the header's text, and where the rest begins; MemoryFileError if it is none."""
     if path.is_dir():
         raise MemoryFileError(f"{path} is a folder, expected the file of a memory.")
     if not path.exists():
@@ -119,9 +148,11 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             raise damaged(path, f"a header of {length} bytes")
         text = file.read(length)
         start = file.tell() + -file.tell() % ALIGNMENT
+    return _parsed(path, text, Saving), text, start
+
+
+def _parsed(path: Path, text: bytes, kind: type[S]) -> S:
     try:
-        header = json.loads(text)
-        _ = [header[name] for name in ("kind", "id", "size", "crc32")]
-    except (ValueError, TypeError, KeyError) as error:
-        raise damaged(path, f"its header cannot be read ({error!r})") from error
-    return header, start
+        return parse(text, kind)
+    except ValueError as error:
+        raise damaged(path, f"its header cannot be read ({error})") from error

@@ -17,7 +17,7 @@ from specdec_mlx.arguments import wrong
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory import file
-from specdec_mlx.memory.file import Integers, check_folder_of, locked
+from specdec_mlx.memory.file import FileHeader, Integers, check_folder_of, locked
 from specdec_mlx.models.loading import PerModel
 
 SAVE_EVERY = 60.0  # seconds between two savings of an opened file: what a killed process loses
@@ -29,12 +29,14 @@ K = TypeVar("K", bound="KeptFile")
 class KeptFile(ABC):
     """A memory of texts, or a table of counts; safe with many threads.
 
-    kind: of its files. what: its name in messages. tokenizer: fingerprint of the tokenizer whose
-    token ids these are; None: of the first that drafts from it. path: of its file. refuses_others:
-    raise for another tokenizer, as where a file was named, or what was made for one.
+    kind, header: of its files. what: its name in messages. tokenizer: fingerprint of the tokenizer
+    whose token ids these are; None: of the first that drafts from it. path: of its file.
+    refuses_others: raise for another tokenizer, as where a file was named, or what was made for
+    one.
     """
 
     kind: ClassVar[str]
+    header: ClassVar[type[FileHeader]]
     what: ClassVar[str]
 
     def __init__(self, tokenizer: Any) -> None:
@@ -52,13 +54,13 @@ class KeptFile(ABC):
         """A new one with the same bounds, of no tokenizer yet."""
 
     @abstractmethod
-    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
-        """Header and int32 arrays [n] of a file; in public without the names of files read."""
+    def _content(self, in_public: bool) -> tuple[FileHeader, Sequence[Any]]:
+        """FileHeader and int32 arrays [n] of a file; in public without the names of files read."""
 
     @classmethod
     @abstractmethod
-    def _of(cls: type[K], header: dict[str, Any], data: Integers) -> K:
-        """What a file holds; may raise what Python raises for content that does not fit."""
+    def _of(cls: type[K], header: Any, data: Integers) -> K:
+        """What a file holds; raises ValueError for content that does not fit its header."""
 
     @abstractmethod
     def _merge(self: K, other: K) -> None:
@@ -74,12 +76,12 @@ class KeptFile(ABC):
         if not isinstance(path, Path | str):
             raise wrong("path", path, "a path of a file")
         path = Path(path)
-        header, data = file.read_file(path, cls.kind)
+        header, data = file.read_file(path, cls.kind, cls.header)
         try:
             kept = cls._of(header, data)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise file.damaged(path, f"its header does not fit its content ({error!r})") from error
-        kept.path, kept._saved_as, kept.refuses_others = path, header["id"], True
+        except ValueError as error:
+            raise file.damaged(path, f"its header does not fit its content ({error})") from error
+        kept.path, kept._saved_as, kept.refuses_others = path, header.id, True
         return kept
 
     def of(self: K, context: DraftContext) -> K:
@@ -138,7 +140,7 @@ class KeptFile(ABC):
             raise ValueError(f"This {self.what} was loaded from no file. Give save(path).")
         path = Path(path)
         with self._lock, locked(path):
-            if path.exists() and file.read_header(path)[0]["id"] != self._saved_as:
+            if path.exists() and file.read_front(path)[0].id != self._saved_as:
                 saved = type(self).load(path)
                 if len({saved.tokenizer, self.tokenizer} - {None}) > 1:
                     raise MemoryFileError(
@@ -147,7 +149,7 @@ class KeptFile(ABC):
                     )
                 self._take_over(saved, is_own=path == self.path)
                 self.tokenizer = self.tokenizer or saved.tokenizer
-            self._saved_as = file.write_file(path, self.kind, *self._content(in_public=False))
+            self._saved_as = file.write_file(path, *self._content(in_public=False))
             self.path = path
 
     def save_now_and_then(self) -> None:
@@ -159,7 +161,7 @@ class KeptFile(ABC):
     def export(self, path: Path) -> int:
         """Write a new file without the names of files that were read; returns its size, bytes."""
         with self._lock, locked(path):
-            file.write_file(path, self.kind, *self._content(in_public=True))
+            file.write_file(path, *self._content(in_public=True))
         return path.stat().st_size
 
 

@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from msgspec import Meta
 
 from specdec_mlx.arguments import PROCESS as PROCESS
 from specdec_mlx.arguments import whole, wrong
-from specdec_mlx.memory.file import Integers
+from specdec_mlx.files import Count
+from specdec_mlx.memory.file import FileHeader, Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import KeptFile, opened
 from specdec_mlx.progress import progress_bar
@@ -83,7 +85,16 @@ class Update:
     skipped: int
 
 
-STORED = ("tokenizer", "max_tokens", "remember_prompts")  # attributes, in a file
+class TextsHeader(FileHeader, kw_only=True):
+    """FileHeader of a memory's file.
+
+    indexes: [tokens, places] of each. sources: state and digest of each file that was read.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    remember_prompts: bool
+    indexes: list[tuple[Count, Count]]
+    sources: dict[str, tuple[str, str]]
 
 
 class Memory(KeptFile):
@@ -100,6 +111,7 @@ class Memory(KeptFile):
     """
 
     kind: ClassVar[str] = "texts"
+    header = TextsHeader
     what: ClassVar[str] = "memory"
 
     def __init__(
@@ -116,7 +128,7 @@ class Memory(KeptFile):
         if max_bytes is not None:
             most = whole("max_bytes", max_bytes, BYTES_PER_TOKEN) // BYTES_PER_TOKEN
             self.max_tokens = min(self.max_tokens, most)
-        self.sources: dict[str, tuple[Any, ...]] = {}
+        self.sources: dict[str, tuple[str, str]] = {}
         self.indexes: tuple[ContextIndex, ...] = ()
 
     @classmethod
@@ -218,17 +230,23 @@ class Memory(KeptFile):
                 together = sum((index.ids for index in self.indexes), array("i"))
                 self.indexes = (ContextIndex(together),)
 
-    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
-        header = {name: getattr(self, name) for name in STORED}
-        header["indexes"] = [[len(index.ids), len(index.ends)] for index in self.indexes]
-        header["sources"] = {} if in_public else self.sources
+    def _content(self, in_public: bool) -> tuple[FileHeader, Sequence[Any]]:
+        header = TextsHeader(
+            kind=self.kind,
+            tokenizer=self.tokenizer,
+            max_tokens=self.max_tokens,
+            remember_prompts=self.remember_prompts,
+            indexes=[(len(index.ids), len(index.ends)) for index in self.indexes],
+            sources={} if in_public else self.sources,
+        )
         return header, [a for index in self.indexes for a in (index.ids, index.ends)]
 
     @classmethod
-    def _of(cls, header: dict[str, Any], data: Integers) -> Memory:
-        memory = cls(**{name: header[name] for name in STORED})
-        memory.sources = {name: tuple(found) for name, found in header["sources"].items()}
-        memory.indexes = tuple(_read(header["indexes"], data))
+    def _of(cls, header: TextsHeader, data: Integers) -> Memory:
+        remembers = header.remember_prompts
+        memory = cls(header.max_tokens, tokenizer=header.tokenizer, remember_prompts=remembers)
+        memory.sources = header.sources
+        memory.indexes = tuple(_read(header.indexes, data))
         return memory
 
     def _take_over(self, saved: Memory, *, is_own: bool) -> None:
@@ -302,7 +320,7 @@ def _bounded(
 
 def _read(sizes: Sequence[Sequence[int]], data: Integers) -> Iterator[ContextIndex]:
     """The indexes of a file, of [tokens, places] each."""
-    if min(map(min, sizes), default=0) < 0 or sum(map(sum, sizes)) != len(data):
+    if sum(map(sum, sizes)) != len(data):
         raise ValueError(f"{sizes} for {len(data)} integers")
     at = 0
     for n, m in sizes:

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -407,11 +407,11 @@ def status_of(error: Exception) -> HTTPStatus:
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, ModelFolderError):
         return HTTPStatus.NOT_FOUND
-    if isinstance(error, BodyError):
+    if isinstance(error, RequestError):
         return error.status
     if isinstance(error, ClientDisconnect):  # nobody reads the reply
         return HTTPStatus.BAD_REQUEST
-    is_named = isinstance(error, RequestError) or type(error).__module__ == errors.__name__
+    is_named = type(error).__module__ == errors.__name__
     if is_named and isinstance(error, ValueError | MissingPackageError):
         return HTTPStatus.BAD_REQUEST
     logging.error("A request failed.", exc_info=error)
@@ -422,34 +422,25 @@ async def unknown(request: Request, error: Exception) -> Response:
     """The answer on a path, or to a method, that is none."""
     words = f"There is no {request.method} {request.scope['path']} here."
     status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
-    return in_words(request, status, words, headers=getattr(error, "headers", None))
+    response = refusal(wire_of(request), RequestError(words, status=status))
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response
 
 
 def no_access(scope: Scope, status: HTTPStatus, words: str) -> Response:
     """The answer to a request without the key, or of a foreign web page."""
-    if status != HTTPStatus.UNAUTHORIZED:
-        return in_words(Request(scope), status, words)
-    headers = {"WWW-Authenticate": "Bearer"}
-    return in_words(Request(scope), status, words, "invalid_api_key", headers)
+    is_keyless = status == HTTPStatus.UNAUTHORIZED
+    error = RequestError(words, "invalid_api_key" if is_keyless else None, status=status)
+    response = refusal(wire_of(Request(scope)), error)
+    if is_keyless:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
 
 
 async def no_socket(request: Request) -> Response:
     """The answer to a client that would rather have a WebSocket: Codex then posts at once."""
     words = "Responses are posted here, and not asked for over a WebSocket."
-    return in_words(request, HTTPStatus.UPGRADE_REQUIRED, words)
-
-
-def in_words(
-    request: Request,
-    status: HTTPStatus,
-    words: str,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    """A refusal in the form of the client's protocol."""
-    response = encoded(wire_of(request).error(RequestError(words, code), status), status)
-    response.headers.update(headers or {})
-    return response
+    return refusal(RESPONSES, RequestError(words, status=HTTPStatus.UPGRADE_REQUIRED))
 
 
 def wire_of(request: Request) -> Wire:

@@ -7,16 +7,10 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from specdec_mlx.server.requests import BodyError
+
 MOST_BYTES = 2**16  # of a request's line and headers
 PATIENCE = 30.0  # seconds in which they have to come
-
-
-class HeadersError(ValueError):
-    """The line and headers of a request are not taken. status: of the reply."""
-
-    def __init__(self, words: str, status: HTTPStatus) -> None:
-        super().__init__(words)
-        self.status = status
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -27,7 +21,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     _timer: TimerHandle | None = None
     _num_bytes = 0  # of line and headers that have not come whole
-    _refusal: HeadersError | None = None
+    _refusal: BodyError | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
@@ -54,7 +48,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._wait()
 
     def on_headers_complete(self) -> None:
-        """Look at them, and let the request begin; raises HeadersError, which ends the parsing."""
+        """Look at them, and let the request begin; raises BodyError, which ends the parsing."""
         self._stop_waiting()
         num_bytes = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
         hosts = [value for name, value in self.headers if name == b"host"]
@@ -62,14 +56,14 @@ class BoundedConnection(HttpToolsProtocol):
             self._refusal = too_large()
         elif len(hosts) != 1 and self.parser.get_http_version() == "1.1":
             words = f"The request has {len(hosts)} Host headers, and needs one."
-            self._refusal = HeadersError(words, HTTPStatus.BAD_REQUEST)
+            self._refusal = BodyError(words)
         if self._refusal is not None:
             raise self._refusal
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Say why a request is not read on, and close the connection."""
-        error = self._refusal or HeadersError(msg, HTTPStatus.BAD_REQUEST)
+        error = self._refusal or BodyError(msg)
         self._refuse(error)
 
     def _wait(self) -> None:
@@ -83,9 +77,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         words = "The headers of the request did not come."
-        self._refuse(HeadersError(words, HTTPStatus.REQUEST_TIMEOUT))
+        self._refuse(BodyError(words, status=HTTPStatus.REQUEST_TIMEOUT))
 
-    def _refuse(self, error: HeadersError) -> None:
+    def _refuse(self, error: BodyError) -> None:
         self._stop_waiting()
         is_between = self.cycle is None or self.cycle.response_complete
         if is_between and not self.transport.is_closing():
@@ -99,9 +93,9 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-def too_large() -> HeadersError:
+def too_large() -> BodyError:
     """The error for headers with more than `MOST_BYTES`."""
-    return HeadersError(
+    return BodyError(
         f"The headers of the request have more than {MOST_BYTES} bytes.",
-        HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+        status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     )

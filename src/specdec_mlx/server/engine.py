@@ -20,16 +20,15 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.choosing.registry import takes_model
+from specdec_mlx.drafters.choosing.choice import waits_for_model
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.loop import speculate
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded, Models
-from specdec_mlx.server.prefixes import Prefixes, prefixes_for
+from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
@@ -47,8 +46,11 @@ class Engine:
 
     def __init__(self, models: Models, settings: ServerSettings) -> None:
         self.models, self.settings = models, settings
-        self.prefixes = prefixes_for(settings, lambda: models.loaded)
         self.ranks = ServerRanks()
+        num_models = 1 if settings.flags.choice.model.name is None else 2
+        self.prefixes = Prefixes(
+            num_models * settings.prompt_cache_size, settings.prompt_cache_bytes
+        )
         # of draft models, which the first rank alone has
         self.draft_caches = self.prefixes
         if self.ranks.are_several:
@@ -113,8 +115,7 @@ class Engine:
 
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
-        tokenizer = self.models.tokenizer_for(request)
-        sight = self.models.sight_for(request)
+        tokenizer, sight = self.models.tokenizer_for(request), self.models.sight_for(request)
         return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
     def unload(self) -> Future[None]:
@@ -174,7 +175,7 @@ class Engine:
             try:
                 maybe_set_recommended_wired_limit()
                 if self.settings.model is not None:
-                    self._warm_up(self._load_given())
+                    self._warm_up(self.models.load_given())
                 self._is_ready.set_result(None)
             except BaseException as error:
                 self._is_ready.set_exception(error)
@@ -195,13 +196,6 @@ class Engine:
             # MLX frees the functions that it compiled for a thread once that has ended, and needs
             # Python for it: a process that ends meanwhile aborts. So the thread stays.
             Flag().wait()
-
-    def _load_given(self) -> Loaded:
-        """Load the model that was given at the start; raises the reason, which no client gets."""
-        try:
-            return self.models.load(TextRequest())
-        except ModelFolderError as error:
-            raise error.__cause__ or error from None
 
     def _forget(self) -> None:
         """Free all caches."""
@@ -305,8 +299,8 @@ class Engine:
         # raises for what cannot be quantized so
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
-        made = self.models.defaults(loaded)
-        heavy = [part for name, part in made if part is not None and takes_model(name)]
+        made = loaded.drafters.items()
+        heavy = [part for spec, part in made if part is not None and waits_for_model(spec)]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)
         short = replace(options, max_tokens=WARM_TOKENS, num_draft_tokens=4, tuning=tuning)

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from threading import Thread
 from time import monotonic
@@ -172,21 +172,25 @@ def grammar_of(schema: Object) -> Grammar:
 
 def check_schema(schema: Object) -> None:
     """Raise RequestError for a schema that is too large to be compiled while others wait."""
-    nodes: list[tuple[Any, int]] = [(schema, 1)]  # with their levels
-    patterns = 0
-    for node, level in nodes:  # which grows: a walk by levels
-        if isinstance(node, dict):
-            names = node.get("patternProperties")
-            patterns += len(names) if isinstance(names, dict) else 0
-            node = list(node.values())
-        if isinstance(node, list):
-            nodes += [(child, level + 1) for child in node]
-    size, depth = len(json.dumps(schema)), nodes[-1][1]
+    levels = list(levels_of(schema))
+    nodes = [node for level in levels for node in level if isinstance(node, dict)]
+    named = [node.get("patternProperties") for node in nodes]
+    patterns = sum(len(names) for names in named if isinstance(names, dict))
+    size, depth = len(json.dumps(schema)), len(levels)
     if size > LONGEST_SCHEMA or depth > DEEPEST_SCHEMA or patterns > MOST_PATTERNS:
         raise RequestError(
             f"The schema has {size} characters, {depth} levels and {patterns} patternProperties; "
             f"at most {LONGEST_SCHEMA}, {DEEPEST_SCHEMA} and {MOST_PATTERNS} are compiled."
         )
+
+
+def levels_of(value: Any) -> Iterator[list[Any]]:
+    """The lists and objects within a value of JSON, itself among them, level by level."""
+    level = [value]
+    while level := [node for node in level if isinstance(node, dict | list)]:
+        yield level
+        inner = [node.values() if isinstance(node, dict) else node for node in level]
+        level = [child for children in inner for child in children]
 
 
 def within(make: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -18,8 +18,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import hf_repo_to_path, load_config, load_tokenizer
 
 from specdec_mlx import vision
@@ -28,13 +26,14 @@ from specdec_mlx.caches import leaves_of
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
+from specdec_mlx.drafters.choosing.candidates import models_in
 from specdec_mlx.drafters.choosing.choice import (
     DraftModel,
     best_of,
     is_place_of_model,
     waits_for_model,
 )
-from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, takes_model
+from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.exactness.probe import can_hold_rows
@@ -52,7 +51,7 @@ from specdec_mlx.models.loading import (
 )
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.pictures import Sight
-from specdec_mlx.server.prefix_files import stateful
+from specdec_mlx.server.prefix_files import PrefixFiles, files_for, stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 
 MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
@@ -89,7 +88,8 @@ class Loaded:
     sampling: arguments of `Sampling` that its generation config recommends.
     sight: how pictures are shown to it; None for a model that was loaded without what sees.
     drafters: those that were made for it, by their names. named: of the draft model that a request
-    named last. has_rows: its texts can be rows of one batch. closing: what is due at its end.
+    named last. has_rows: its texts can be rows of one batch.
+    prefix_files: where caches of its texts are kept. closing: what is due at its end.
     """
 
     name: str
@@ -103,6 +103,7 @@ class Loaded:
     named: tuple[str, Drafter | None] = ("", None)
     sight: Sight | None = None
     has_rows: bool = False
+    prefix_files: PrefixFiles | None = None
     closing: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -145,18 +146,16 @@ class Models:
         self.choice = self.flags.drafting
         self.created = int(time.time())
         self._specs = {drafter_name(spec): str(spec) for spec in self.choice.ordered}
-        self._made: dict[str, Drafter | None] = {}
+        waits = self.flags.waits_for_target
+        self._made = {
+            spec: self.choice.make(spec)
+            for spec in self._specs.values()
+            if not (waits and waits_for_model(spec))
+        }
         self._tokenizer_of = lru_cache(1)(self._load_tokenizer)
         # vision models that could not be loaded with what sees
         self._blind = set[str]()
         self._memory_of = lru_cache(MOST_MEMORIES)(lambda who: Memory())
-        for name in self._specs:
-            if not self._waits(name):
-                self._made[name] = self.choice.make(self._specs[name])
-
-    def _waits(self, name: str) -> bool:
-        """True for a drafter that is made anew for each target."""
-        return self.flags.waits_for_target and waits_for_model(self._specs.get(name, name))
 
     def names_of(self, request: TextRequest) -> tuple[str, str | None]:
         """Name and adapter of the model for a request; raises RequestError for none.
@@ -193,6 +192,11 @@ class Models:
         is_free = not name.startswith(PATH_STARTS) and not is_in_cache(name)
         return self.settings.any_model_name and is_free
 
+    def load_given(self) -> Loaded:
+        """Load the model that was given at the start; raises the reason, which no client gets."""
+        names = self.names_of(TextRequest())
+        return self._replace(self._looked_at(*names, self._read))
+
     def load(self, request: TextRequest) -> Loaded:
         """The model for a request, loaded; the one before is freed once all of it was looked at.
 
@@ -226,9 +230,7 @@ class Models:
         try:
             yield
         except (ValueError, OSError, RuntimeError) as error:
-            is_start = self.loaded is None and self.settings.model is not None
-            if not is_start:  # there the error itself is shown
-                logging.warning("A request's model cannot be loaded: %s", error)
+            logging.warning("A request's model cannot be loaded: %s", error)
             if request.adapter is not None:
                 raise RequestError(NO_ADAPTER) from error
             is_given = self.names_of(request)[0] == self.settings.model
@@ -274,15 +276,17 @@ class Models:
         sampling = self._sampling_of(name)
         return Loaded(name, adapter, model, tokenizer, about, files, sampling, sight=sight)
 
-    def _replace(self, loaded: Loaded) -> None:
+    def _replace(self, loaded: Loaded) -> Loaded:
         """Free the model that is loaded, and read this one's weights; raises what does not fit."""
         self._check_drafters(loaded)
         self.reset()
         mx.eval(loaded.model.parameters())
         loaded.has_rows = self._measured_rows(loaded.model)
+        loaded.prefix_files = files_for(loaded, self.settings)
         self.loaded = loaded
         if self.flags.keeps_tuning:
             loaded.closing.enter_context(kept_tuning(loaded.model, *loaded.names))
+        return loaded
 
     def _measured_rows(self, model: nn.Module) -> bool:
         """True if a model's texts can be rows of one batch; a line in the log if they cannot."""
@@ -376,7 +380,8 @@ class Models:
         others they are left out.
         """
         is_given = loaded.name == self.settings.model
-        drafters = [drafter for _, drafter in self.defaults(loaded)]
+        loaded.drafters |= self._made
+        drafters = self._drafters(self._fitting(self._specs, loaded), loaded)
         parts = [part for drafter in drafters for part in all_drafters(drafter)]
         options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
         for kept in (*options, self.flags.remembered):
@@ -389,32 +394,38 @@ class Models:
             if isinstance(drafter, Checks):
                 drafter.check(context)
 
-    def defaults(self, loaded: Loaded) -> list[tuple[str, Drafter | None]]:
-        """The drafters of a request that names none, by their names."""
-        return [(name, self._make(name, loaded)) for name in self._fitting(self._specs, loaded)]
+    def _fitting(self, names: Iterable[str], loaded: Loaded) -> dict[str, str]:
+        """Drafters by their names, as they are made; no draft model sees what a model sees.
 
-    def _fitting(self, names: Iterable[str], loaded: Loaded) -> list[str]:
-        """Names of drafters that draft for a model: no draft model sees what it sees."""
-        drafting = [name for name in names if name != NO_DRAFTER]
-        if loaded.sight is None:
-            return drafting
-        return [name for name in drafting if not waits_for_model(self._specs.get(name, name))]
+        Raises UnknownNameError.
+        """
+        specs = {name: self._specs.get(name, name) for name in names if name != NO_DRAFTER}
+        for name in specs.keys() - self._specs.keys():
+            if name not in registry.drafter_names():
+                raise unknown("drafter", name, registry.drafter_names())
+        sees = loaded.sight is not None
+        return {name: one for name, one in specs.items() if not (sees and waits_for_model(one))}
+
+    def loaded_for(self, request: TextRequest) -> Loaded | None:
+        """The model for a request, if it is loaded; raises RequestError. Any thread may ask."""
+        names, loaded = self.names_of(request), self.loaded
+        return loaded if loaded is not None and loaded.names == names else None
+
+    def sight_for(self, request: TextRequest) -> Sight | None:
+        """How pictures are shown to the model for a request, if it is loaded so."""
+        loaded = self.loaded_for(request)
+        return None if loaded is None else loaded.sight
 
     def tokenizer_for(self, request: TextRequest) -> Any:
         """The tokenizer of the model for a request, which need not be loaded; raises RequestError.
 
         Any thread may ask.
         """
-        names, loaded = self.names_of(request), self.loaded
-        if loaded is not None and loaded.names == names:
+        if (loaded := self.loaded_for(request)) is not None:
             return loaded.tokenizer
-        with self._private(request), explained(names[0]):
-            return self._tokenizer_of(names[0])
-
-    def sight_for(self, request: TextRequest) -> Sight | None:
-        """How pictures are shown to the model for a request, if the model is loaded so."""
-        names, loaded = self.names_of(request), self.loaded
-        return loaded.sight if loaded is not None and loaded.names == names else None
+        name = self.names_of(request)[0]
+        with self._private(request), explained(name):
+            return self._tokenizer_of(name)
 
     def drafter(self, request: TextRequest, loaded: Loaded) -> tuple[Drafter | None, str]:
         """Who drafts for a request, and its name; raises ValueError and MissingPackageError."""
@@ -425,24 +436,27 @@ class Models:
             if not can_be_looked_up(request.draft_model):
                 raise ModelFolderError(f"draft_model: {NOT_HERE}")
             return self._own_drafter(str(request.draft_model), loaded), MODEL_DRAFTER
-        names = list(self._specs) if request.drafters is None else request.drafters
-        names = self._fitting(names, loaded)
+        names = self._specs if request.drafters is None else request.drafters
+        specs = self._fitting(names, loaded)
         who = {USER: request.user, KEY: request.key}.get(self.flags.memory_for, "")
         # one for all, or nobody is named
         memory = self._memory_of(who) if who else None
-        parts = [self._make(name, loaded, memory) for name in names]
-        return best_of(parts), "+".join(names) or NO_DRAFTER
+        parts = self._drafters(specs, loaded, memory)
+        return best_of(parts), "+".join(specs) or NO_DRAFTER
 
-    def _make(self, name: str, loaded: Loaded, memory: Memory | None = None) -> Drafter | None:
-        spec = self._specs.get(name, name)
-        if name not in self._specs and name not in registry.drafter_names():
-            raise unknown("drafter", name, registry.drafter_names())
-        if memory is not None and registry.takes(name, "memory"):
-            return self.choice.make(spec, memory=memory)
-        made = loaded.drafters if self._waits(name) else self._made
-        if name not in made:
-            made[name] = self.choice.make(spec, loaded.model)
-        return made[name]
+    def _drafters(
+        self, specs: dict[str, str], loaded: Loaded, memory: Memory | None = None
+    ) -> list[Drafter | None]:
+        """The drafters of a model; those that remember, with a memory of somebody's own."""
+        made, found = loaded.drafters, list[Drafter | None]()
+        for name, spec in specs.items():
+            if memory is not None and registry.takes(name, "memory"):
+                found.append(self.choice.make(spec, memory=memory))
+                continue
+            if spec not in made:
+                made[spec] = self.choice.make(spec, loaded.model)
+            found.append(made[spec])
+        return found
 
     def _own_drafter(self, name: str, loaded: Loaded) -> Drafter | None:
         """The drafter of a draft model, or trained head, that a request names; the latest is kept.
@@ -482,8 +496,7 @@ class Models:
     def unload(self) -> None:
         """Free the model and its draft models; the next request loads them again."""
         self.reset()
-        for name in filter(takes_model, list(self._made)):
-            del self._made[name]
+        self._made = {spec: made for spec, made in self._made.items() if not waits_for_model(spec)}
         self.choice.model.forget()
         gc.collect()
         mx.clear_cache()
@@ -496,19 +509,17 @@ class Models:
 
     def listed(self) -> list[dict[str, Any]]:
         """The models that a client may name: `id`, `created`, and `context_length` if loaded."""
-        given, loaded = self.settings.model, self.loaded
-        names = sorted(filter(self.settings.allows_model, cached_names()))
-        own = None if loaded is None else public_name(loaded.name)
-        if own is not None and own not in names:
-            names.insert(0, own)
-        if given is not None:
-            listed = public_name(given)
-            names = [listed, *(name for name in names if name != listed)]
-        return [self._entry(name, loaded if name == own else None) for name in names]
+        own = [self.settings.model, None if self.loaded is None else self.loaded.name]
+        here = [name for name, folder in models_in(None) if has_files(folder)]
+        names = [*map(public_name, filter(None, own)), *filter(self.settings.allows_model, here)]
+        return [self._entry(name, name) for name in dict.fromkeys(names)]
 
-    def _entry(self, name: str, loaded: Loaded | None) -> dict[str, Any]:
-        about = {} if loaded is None else {"context_length": loaded.longest_text}
-        return {"id": name, "created": self.created, **about}
+    def _entry(self, name: str, own: str) -> dict[str, Any]:
+        """The entry by a name; own: the model's, if it is another one."""
+        loaded, entry = self.loaded, {"id": name, "created": self.created}
+        if loaded is None or own not in (loaded.name, public_name(loaded.name)):
+            return entry
+        return {**entry, "context_length": loaded.longest_text}
 
     def named(self, name: str) -> dict[str, Any]:
         """The entry, by this name, of the model that a request with it gets.
@@ -522,9 +533,7 @@ class Models:
         if own != self.settings.model and not is_in_cache(own):
             with self._private(TextRequest(model=name)):
                 check_folder(Path(own).expanduser())
-        loaded = self.loaded
-        is_loaded = loaded is not None and loaded.name == own
-        return self._entry(name, loaded if is_loaded else None)
+        return self._entry(name, own)
 
 
 def drafter_name(spec: str) -> str:
@@ -571,15 +580,9 @@ def can_be_looked_up(name: str) -> bool:
     return True
 
 
-def cached_names() -> Sequence[str]:
-    """Names of the models in the Hugging Face cache that look like mlx-lm's."""
-    try:
-        repos = scan_cache_dir().repos
-    except (CacheNotFound, ValueError):
-        return []
-    heads = [(repo.repo_id, repo.refs.get("main")) for repo in repos if repo.repo_type == "model"]
-    files = {name: {file.file_path.name for file in head.files} for name, head in heads if head}
-    return [name for name, found in files.items() if found >= MLX_FILES]
+def has_files(folder: Path) -> bool:
+    """True for a folder that looks like one of mlx-lm's."""
+    return all((folder / name).exists() for name in MLX_FILES)
 
 
 def states_of_files(name: str) -> list[str]:

@@ -8,23 +8,32 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import logging
 import os
+import platform
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import mlx.core as mx
 import msgspec
 from mlx_lm.models import cache as mlx_lm_caches
-from mlx_lm.models.cache import PromptTrie, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from specdec_mlx.caches import Rollback, leaves, strategy_for, wait_for
+from specdec_mlx.drafters.fingerprint import content_digest
 from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.files import read_text
+
+if TYPE_CHECKING:
+    from specdec_mlx.server.flags import ServerSettings
+    from specdec_mlx.server.models import Loaded
 
 MOST_POINTS = 16  # positions of one conversation at which states are kept
 
@@ -81,14 +90,16 @@ class KeptPrefix:
         return KeptPrefix(self.place, self.tokens[:reached], caches, at)
 
 
-def nearest_in(
-    trie: PromptTrie, place: Hashable, tokens: list[int]
-) -> Iterator[tuple[list[int], int, Any]]:
-    """Texts of a trie that begin most like `tokens`: each, how many are common, and its value."""
-    found = trie.search(place, tokens)
-    for held in filter(None, (found.exact, found.longer, found.shorter)):
-        common = found.common_prefix if held is found.longer else len(held)
-        yield held, common, trie.get(place, held)
+def num_common(one: list[int], other: list[int]) -> int:
+    """Tokens that two texts have in common at their beginnings."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:  # halves are compared at once: texts are long
+        half = (least + most + 1) // 2
+        if one[least:half] == other[least:half]:
+            least = half
+        else:
+            most = half - 1
+    return least
 
 
 OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
@@ -118,6 +129,13 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
             raise ValueError(f"its states are at {header.points} of {len(header.tokens)} tokens")
         return header
 
+    def reach(self, tokens: list[int]) -> int:
+        """How many of the tokens its caches can go back to."""
+        common = num_common(self.tokens, tokens)
+        if self.points is None:
+            return common
+        return max((p for p in (*self.points, len(self.tokens)) if p <= common), default=0)
+
 
 class PrefixFiles:
     """Caches that one model made, a safetensors file for each conversation.
@@ -128,7 +146,7 @@ class PrefixFiles:
 
     def __init__(self, folder: Path, key: str, most_bytes: int) -> None:
         self.folder, self.key, self.most_bytes = folder, key, most_bytes
-        self._trie = PromptTrie()
+        self._headers = dict[Path, Header]()
         for part in folder.glob(f"{PART}*"):  # of a process that was killed
             part.unlink(missing_ok=True)
         for _, _, path in self._by_age(f"{key}-*.safetensors"):
@@ -136,24 +154,21 @@ class PrefixFiles:
                 header = Header.of(path)
                 if header.key != key:
                     raise ValueError(f"it is of the model {header.key}")
-                self._trie.add(key, header.tokens, (path, header))
+                self._headers[path] = header
             # whatever MLX says of what is no file of its own
             except Exception as error:
                 self._put_aside(path, error)
 
-    def longest(self, tokens: list[int]) -> tuple[list[int], int]:
-        """The tokens of the file that saves most of reading `tokens`, and how many it saves."""
-        longest: tuple[list[int], int] = [], 0
-        for held, common, (_, header) in nearest_in(self._trie, self.key, tokens):
-            if header.points is not None:  # its caches go back to these alone
-                ends = (*header.points, len(held))
-                common = max((p for p in ends if p <= common), default=0)
-            longest = max(longest, (held, common), key=lambda one: one[1])
-        return longest
+    def longer(self, tokens: list[int], least: int) -> tuple[list[int], list[Any], States] | None:
+        """Tokens, caches and states of the file that saves most of reading `tokens`.
 
-    def load(self, tokens: list[int]) -> tuple[list[Any], States] | None:
-        """The caches of the file of these tokens, and their states; None if it is damaged."""
-        path, header = self._trie.get(self.key, tokens)
+        None if it saves no more than the first `least`, or is damaged.
+        """
+        saved = {path: header.reach(tokens) for path, header in self._headers.items()}
+        path = max(saved, key=lambda path: saved[path], default=None)
+        if path is None or saved[path] <= least:
+            return None
+        header = self._headers[path]
         try:
             if path.stem != f"{self.key}-{_digest(path)}":
                 raise ValueError("its content is not what was written")
@@ -164,10 +179,10 @@ class PrefixFiles:
             at = {p: [next(rest) for _ in of_point] for p in header.points or ()}
             os.utime(path)
         except Exception as error:
-            self._trie.pop(self.key, tokens)
+            del self._headers[path]
             self._put_aside(path, error)
             return None
-        return caches, at
+        return header.tokens, caches, at
 
     def save(self, prefix: KeptPrefix) -> None:
         """Write the caches of a text, in the place of those of a part of it."""
@@ -183,11 +198,11 @@ class PrefixFiles:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
             save_prompt_cache(str(part), flat, {HEADER: msgspec.json.encode(header).decode()})
             path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
-            replaced = [self._trie.add(self.key, tokens, (path, header))]
-            replaced += [old for _, old in self._trie.pop_prefixes(self.key, tokens)]
-            for old, _ in filter(None, replaced):
-                if old != path:
+            for old, known in list(self._headers.items()):
+                if old != path and tokens[: len(known.tokens)] == known.tokens:
+                    del self._headers[old]
                     old.unlink(missing_ok=True)
+            self._headers[path] = header
             self._delete_oldest()
         except (OSError, RuntimeError) as error:
             logging.warning(f"Prompt cache: {self.folder} cannot be written: {error}")
@@ -219,3 +234,24 @@ class PrefixFiles:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+def files_for(loaded: Loaded, settings: ServerSettings) -> PrefixFiles | None:
+    """The files of a model that is loaded, whole on this rank and without what sees; else None.
+
+    Files do not tell where pictures are.
+    """
+    if settings.prompt_cache is None or loaded.sight or mx.distributed.init().size() > 1:
+        return None
+    about: Sequence[Any] = [
+        loaded.config,
+        loaded.adapter and json.loads(read_text(Path(loaded.adapter) / "adapter_config.json")),
+        loaded.files if loaded.config.get("model_file") else (),  # code of its own
+        (settings.kv_bits, settings.kv_group_size, settings.quantized_kv_start),
+        f"{version('mlx-lm')}-{version('mlx')}-{platform.platform()}",
+        mx.device_info()["architecture"],
+    ]
+    folder = settings.prompt_cache.expanduser().absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = content_digest(loaded.model, about)[:16]
+    return PrefixFiles(folder, key, settings.prompt_cache_limit)

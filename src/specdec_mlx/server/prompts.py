@@ -89,16 +89,12 @@ def check_length(text: str, tokenizer: Any, most: int, what: str = "prompt") -> 
             raise too_long(least, most, what)
 
 
-def encoded(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text that has its special tokens; any thread may ask."""
+def encoded(tokenizer: Any, text: str | list[int], *, is_bare: bool = False) -> list[int]:
+    """Token ids of a text; any thread may ask. is_bare: it lacks its special tokens."""
     with READING:
+        if is_bare:
+            return encode(tokenizer, text)
         return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def with_special(tokenizer: Any, prompt: str | list[int]) -> list[int]:
-    """Token ids of a text that lacks its special tokens; any thread may ask."""
-    with READING:
-        return encode(tokenizer, prompt)
 
 
 def read_prompt(
@@ -121,11 +117,11 @@ def read_prompt(
             prompt = _of_chat(request, messages, tokenizer, settings, most, finds_ends, sight)
         elif request.messages is not None:
             text = _without_template(request, messages)
-            prompt = _read(text, request, tokenizer, most, sight, with_special)
+            prompt = _read(text, request, tokenizer, most, sight, is_bare=True)
         else:
             if isinstance(request.prompt, str):
                 check_length(request.prompt, tokenizer, most)
-            prompt = ReadPrompt(with_special(tokenizer, request.prompt))
+            prompt = ReadPrompt(encoded(tokenizer, request.prompt, is_bare=True))
     except RequestError:
         raise
     except Exception as error:  # a template is a program
@@ -186,7 +182,8 @@ def _read(
     tokenizer: Any,
     most: int,
     sight: Sight | None,
-    encode: Callable[[Any, str], list[int]] = encoded,
+    *,
+    is_bare: bool = False,
 ) -> ReadPrompt:
     """A rendered prompt, read: with its pictures if the model sees them, else with their names."""
     if sight is None:
@@ -197,7 +194,7 @@ def _read(
     if sight is not None and digests:
         seen = sight.read(text, digests, request.pictures)
         return ReadPrompt(seen.tokens, seen=seen)
-    return ReadPrompt(encode(tokenizer, text))
+    return ReadPrompt(encoded(tokenizer, text, is_bare=is_bare))
 
 
 def _accepted(
@@ -208,13 +205,11 @@ def _accepted(
     Many templates refuse a system message after the first message, and some refuse any. Then each
     of these becomes a part of the user's turn beside it. Raises what the template raises at last.
     """
-    with suppress(Exception):
-        return rendered(messages), messages
-    folded = with_folded_system(messages, "system")
-    with suppress(Exception):
-        return rendered(folded), folded
-    folded = with_folded_system(messages, "user")
-    return rendered(folded), folded
+    for first_role in ("system", "user"):
+        with suppress(Exception):
+            return rendered(messages), messages
+        messages = with_folded_system(messages, first_role)
+    return rendered(messages), messages
 
 
 def thought_of(request: TextRequest, tokenizer: Any, is_open: bool) -> Thought:

@@ -25,7 +25,7 @@ def too_large() -> BodyError:
     """The error for a body with more than `MOST_BYTES`."""
     return BodyError(
         f"The body of the request has more than {MOST_BYTES} bytes. Send less.",
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     )
 
 
@@ -43,7 +43,7 @@ async def received(request: Request) -> bytearray:
                 limit.reschedule(begun + PATIENCE + len(body) / SLOWEST)
     except TimeoutError:
         words = f"The body of the request came too slowly: {len(body)} bytes so far."
-        raise BodyError(words, HTTPStatus.REQUEST_TIMEOUT) from None
+        raise BodyError(words, status=HTTPStatus.REQUEST_TIMEOUT) from None
     return body
 
 

@@ -31,23 +31,30 @@ AUTO, NONE, REQUIRED = "auto", "none", "required"
 class RequestError(ValueError):
     """A request that cannot be served, in words for the client.
 
-    code: OpenAI's name for it, as "context_length_exceeded"; None for none. num_tokens, most: of a
-    prompt that does not fit, for the protocols whose clients look for the two numbers.
+    Attributes:
+        code: OpenAI's name for it, as "context_length_exceeded"; None for none.
+        num_tokens, most: of a prompt that does not fit, for clients that look for both numbers.
+        status: of the reply.
+        param: the field that is wrong, where one is.
     """
 
     def __init__(
-        self, words: str, code: str | None = None, num_tokens: int = 0, most: int = 0
+        self,
+        words: str,
+        code: str | None = None,
+        num_tokens: int = 0,
+        most: int = 0,
+        *,
+        status: HTTPStatus = HTTPStatus.BAD_REQUEST,
+        param: str | None = None,
     ) -> None:
         super().__init__(words)
         self.code, self.num_tokens, self.most = code, num_tokens, most
+        self.status, self.param = status, param
 
 
 class BodyError(RequestError):
-    """A body that is not read to its end, or is no JSON object. status: of the reply."""
-
-    def __init__(self, words: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
-        super().__init__(words)
-        self.status = status
+    """Headers or a body that are not read to their end, or a body that is no JSON object."""
 
 
 class UnavailableError(RuntimeError):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.models import LONGEST_TEXT
 from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.prompts import READING, check_length, encoded, read_prompt
-from specdec_mlx.server.protocols.body import Body, fields_of, text_request
+from specdec_mlx.server.protocols.body import Body, Count, fields_of, text_request
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
+
+
+class TokensBody(Body):
+    """The fields of these endpoints."""
+
+    add_special_tokens: bool = True
+    tokens: tuple[Count, ...] | None = None
 
 
 def tokenize(engine: Engine, body: Object) -> Object:
@@ -20,32 +25,29 @@ def tokenize(engine: Engine, body: Object) -> Object:
     `add_special_tokens: false` leaves out those that the tokenizer puts before a prompt.
     `max_model_len` is the number of positions, if the model is loaded. Raises RequestError.
     """
-    request, tokenizer, most = asked_for(engine, body)
-    bound = most or LONGEST_TEXT
-    is_bare = body.get("add_special_tokens") is False and isinstance(request.prompt, str)
-    if is_bare and request.messages is None:
-        check_length(str(request.prompt), tokenizer, bound)
-        tokens = encoded(tokenizer, str(request.prompt))
+    is_bare = not fields_of(body, TokensBody).add_special_tokens
+    request = asked_for(engine, body)
+    tokenizer, loaded = engine.models.tokenizer_for(request), engine.models.loaded_for(request)
+    bound = LONGEST_TEXT if loaded is None else loaded.longest_text
+    prompt = request.prompt
+    if is_bare and request.messages is None and isinstance(prompt, str):
+        check_length(prompt, tokenizer, bound)
+        tokens = encoded(tokenizer, prompt)
     else:
-        tokens = read_prompt(
-            request, tokenizer, engine.settings, most=bound, sight=engine.models.sight_for(request)
-        ).tokens
-    return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
+        sight = engine.models.sight_for(request)
+        tokens = read_prompt(request, tokenizer, engine.settings, most=bound, sight=sight).tokens
+    return {"count": len(tokens), "max_model_len": loaded and bound, "tokens": tokens}
 
 
 def detokenize(engine: Engine, body: Object) -> Object:
     """The text of `tokens`; raises RequestError."""
-    tokens = body.get("tokens")
-    tokenizer = engine.models.tokenizer_for(text_request(fields_of(body, Body)))
-    num_tokens = len(tokenizer)
-    are_ids = isinstance(tokens, list) and all(
-        type(token) is int and 0 <= token < num_tokens for token in tokens
-    )
-    if not are_ids:
-        words = f"tokens must be a list of token ids from 0 to {num_tokens - 1}."
+    fields = fields_of(body, TokensBody)
+    tokenizer = engine.models.tokenizer_for(text_request(fields))
+    if fields.tokens is None or max(fields.tokens, default=0) >= len(tokenizer):
+        words = f"tokens: expected a list of token ids from 0 to {len(tokenizer) - 1}."
         raise RequestError(words)
     with READING:
-        return {"prompt": tokenizer.decode(tokens)}
+        return {"prompt": tokenizer.decode(list(fields.tokens))}
 
 
 def apply_template(engine: Engine, body: Object) -> Object:
@@ -55,16 +57,12 @@ def apply_template(engine: Engine, body: Object) -> Object:
     return detokenize(engine, {**body, "tokens": tokenize(engine, body)["tokens"]})
 
 
-def asked_for(engine: Engine, body: Object) -> tuple[TextRequest, Any, int | None]:
-    """A body as a request, its model's tokenizer, and the positions if that model is loaded."""
+def asked_for(engine: Engine, body: Object) -> TextRequest:
+    """A body as a request, which is checked; raises RequestError."""
     wire = CHAT if "messages" in body else COMPLETIONS
-    own = {name: value for name, value in body.items() if name != "add_special_tokens"}
-    requests = wire.read({**own, "max_tokens": 1, "n": 1}).requests
+    requests = wire.read({**body, "max_tokens": 1, "n": 1}).requests
     if len(requests) > 1:
         raise RequestError("prompt must be one text.")
-    request, models = requests[0], engine.models
-    engine.settings.check(request)
-    take_pictures(request, models.can_see)
-    tokenizer, loaded = models.tokenizer_for(request), models.loaded
-    is_loaded = loaded is not None and loaded.names == models.names_of(request)
-    return request, tokenizer, loaded.longest_text if loaded and is_loaded else None
+    engine.settings.check(requests[0])
+    take_pictures(requests[0], engine.models.can_see)
+    return requests[0]

@@ -229,8 +229,8 @@ class AskedText:
 
         The client is told, the first time, how much of its prompt need not be read.
         """
-        keys = self.keys
-        caches, rest = self.prefixes.fetch_nearest_cache(self.loaded.place, keys)
+        keys, loaded = self.keys, self.loaded
+        caches, rest = self.prefixes.fetch_nearest_cache(loaded.place, keys, loaded.prefix_files)
         num_read = len(keys) - len(rest)
         if not self.is_begun:
             self.is_begun, self.num_cached = True, num_read
@@ -239,8 +239,8 @@ class AskedText:
 
     def keep(self, num_tokens: int, caches: list[Any], *, has_ended: bool = False) -> None:
         """Keep caches that hold the first tokens of prompt and text; has_ended: in a file too."""
-        place, held = self.loaded.place, self.keys[:num_tokens]
-        self.prefixes.insert_cache(place, held, caches, has_ended=has_ended)
+        loaded, files = self.loaded, self.loaded.prefix_files if has_ended else None
+        self.prefixes.insert_cache(loaded.place, self.keys[:num_tokens], caches, files)
 
     def was_read(self, keep: Callable[[AskedText], None], done: int, total: int) -> None:
         """Note how far the prompt is read. `keep` keeps what could not be gone back to."""

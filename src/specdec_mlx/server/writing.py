@@ -25,7 +25,7 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.loop import Generation, Token, assemble
 from specdec_mlx.options import Options
-from specdec_mlx.ranks import SharedDrafting, ranks_of
+from specdec_mlx.ranks import ranks_of
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
@@ -90,7 +90,7 @@ class WritingAlone:
             input_embeddings=text.embeddings(own),
             prompt_progress_callback=partial(text.was_read, self.keep),
         )
-        parts = assemble(
+        generation = self.generation = assemble(
             model,
             text.prompt.tokens,
             text.drafter,
@@ -100,19 +100,15 @@ class WritingAlone:
             num_read=num_read,
             of_batch={"num_unseen": num_read},
         )
-        generation = self.generation = Generation.of(parts, options, callers_cache=own)
-        drafting = parts.drafting
-        if isinstance(drafting, SharedDrafting):  # where all ranks must read alike
-            yield from drafting.as_on_first(generation.run(parts.context))
-            return
-        try:
-            drafting.begin(parts.context)
-            while generation.reader.read():
-                yield None
-        except BaseException:
-            drafting.close(0)
-            raise
-        yield from generation.run()
+        if not generation.drafting.is_shared:  # ranks must all read alike
+            try:
+                generation.begin()
+                while generation.reader.read():
+                    yield None
+            except BaseException:
+                generation.drafting.close(0)
+                raise
+        yield from generation.written()
 
     def step(self) -> None:
         """Read a part of the prompt, or write a token."""

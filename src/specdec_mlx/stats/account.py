@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 Row = dict[str, Any]  # column -> value; a column that a row lacks is empty
 
 
-class Rows(ABC):
+class Rows:
     """A result that is also a table."""
 
-    @abstractmethod
     def rows(self) -> Sequence[Row]:
         """The table, one dict a row."""
+        raise NotImplementedError
 
     def to_csv(self, path: Path | str) -> None:
         """Write the table as UTF-8, comma-separated, with a header; None becomes empty."""

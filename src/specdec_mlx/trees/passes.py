@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.caches import READABLE, Gathers, Rollback, parts_of
+from specdec_mlx.caches import READABLE, Rollback, parts_of
 from specdec_mlx.contracts import chain
 from specdec_mlx.models.anatomy import change_class, held
 from specdec_mlx.models.loading import PerModel
@@ -118,8 +118,7 @@ VIEWS = {kind: view_class(kind) for kind in READABLE}
 def takes_trees(rollback: Rollback) -> bool:
     """True if a pass over a tree can be made with these caches, and a path of it kept."""
     return all(
-        type(cache) in VIEWS and isinstance(strategy, Gathers)
-        for cache, strategy in rollback.strategies()
+        type(cache) in VIEWS and strategy.gathers for cache, strategy in rollback.strategies()
     )
 
 

@@ -1,4 +1,4 @@
-"""The contract of a rule: `AcceptanceRule`, `TargetRows`, `Verdict`."""
+"""Rules for trees: how much of a draft that forks is kept, and what follows."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import mlx.core as mx
 from jaxtyping import Bool, Float, Integer
 
 from specdec_mlx.contracts import (
     ROOT,
-    AcceptanceRule,
     Decision,
     Draft,
     Outcome,
@@ -100,17 +99,16 @@ def post_order(node: int, children: Sequence[Sequence[int]]) -> Iterator[int]:
         yield child
 
 
-@runtime_checkable
-class TreeRule(Protocol):
+class TreeRule(ABC):
     """Pure decision about a tree; see `AcceptanceRule`."""
 
+    @abstractmethod
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
         """The path that is kept of a tree, at least one token, and what follows."""
-        ...
 
 
 @dataclass(frozen=True)
-class OwnTokens:
+class OwnTokens(TreeRule):
     """Match: draw the target's own token at the row, go on to the child that carries it."""
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
@@ -121,7 +119,7 @@ class OwnTokens:
         return TreeVerdict(coins, target.tokens, lambda heads: walk(heads, parents))
 
 
-class TreeCoinRule(ABC):
+class TreeCoinRule(TreeRule):
     """A rule for trees that follows from the chance of each token's coin.
 
     kept: (coins [K], parents [K]) -> the tokens that these keep, from the root down.
@@ -241,7 +239,7 @@ class Traversal(TreeCoinRule):
 
 
 @dataclass(frozen=True)
-class AutoTree:
+class AutoTree(TreeRule):
     """The target's own tokens, and traversal for drafts drawn at random."""
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
@@ -261,6 +259,6 @@ ON_TREES: dict[type, TreeRule] = {
 """The rule for trees that goes with each class of rules for chains."""
 
 
-def tree_rule_for(rule: AcceptanceRule) -> TreeRule | None:
+def tree_rule_for(rule: Any) -> Any:
     """The rule for trees that goes with a rule; None where it decides about chains alone."""
-    return rule if isinstance(rule, TreeRule) else ON_TREES.get(type(rule))
+    return rule if hasattr(rule, "decide_tree") else ON_TREES.get(type(rule))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 import narrow
 import scripted
@@ -33,13 +35,12 @@ from specdec_mlx.lab.bench import replay, run, summary, timing
 from specdec_mlx.lab.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
 from specdec_mlx.lab.bench.record import (
     Record,
-    RecordedText,
     format_cost,
     format_record,
     load_record,
     save_record,
 )
-from specdec_mlx.lab.bench.replay import Modelled, replay_text
+from specdec_mlx.lab.bench.replay import replay_text
 from specdec_mlx.lab.bench.summary import (
     ALL,
     Result,
@@ -59,6 +60,7 @@ from specdec_mlx.lab.bench.timing import (
 from specdec_mlx.lab.commands import bench as bench_command
 from specdec_mlx.lab.counterfactual import ratio_of
 from specdec_mlx.lab.pair import head_path, load_pair
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.target import LazyPass
 
 SETTINGS = Settings(max_tokens=24, repeats=2)
@@ -77,7 +79,7 @@ def bench(
 ) -> Record:
     model = narrow.model()
     chosen = DrafterChoice(drafters, DraftModel(options.pop("draft_model", None)))
-    how = dataclasses.replace(settings, temp=temp)
+    how = replace(settings, temp=temp)
     contenders = make_contenders(model, chosen, lengths, how, **options)
     return run.run_bench(model, narrow.tasks(num_texts), contenders, how, measure_cost=False)
 
@@ -85,7 +87,7 @@ def bench(
 @cache
 def record_of(max_tokens: int = 32, ends: bool = False) -> Record:
     """A live benchmark of a few texts: prompt lookup with K = 4."""
-    return bench(lengths=["4"], settings=Settings(max_tokens, end_tokens=END if ends else ()))
+    return bench(lengths=["4"], settings=Settings(max_tokens, end_tokens=END if ends else set()))
 
 
 def only(record: Record, drafter: str, category: str = ALL) -> Result:
@@ -97,7 +99,7 @@ def sample(text: str, drafter: str = PLAIN, tokens: Sequence[int] = (1, 2), **ma
     """A generation in which nothing was drafted."""
     values = {"repeat": 0, "first_round": 1, "first_seconds": 1.0, "decode_seconds": 1.0} | made
     counts = {"passes": 2, "drafted": 0, "accepted": 0, "drafting_rounds": 0, "peak_bytes": 0}
-    own = {"tokens": list(tokens), **values, **counts}
+    own = {"tokens": list(tokens), "num_tokens": len(tokens), **values, **counts}
     return Sample(drafter, id=text, category="kind 0", **own)
 
 
@@ -120,8 +122,7 @@ def test_texts_are_identical_and_counts_add_up() -> None:
     assert only(record, PLAIN).ratio == 1
     assert any(r.drafted > r.accepted > 0 for r in record.results)
     assert [t.prompt for t in record.texts] == [t.prompt for t in narrow.tasks()]
-    settings = {"max_tokens": SETTINGS.max_tokens, "vocab_size": narrow.VOCAB, "dtype": "float32"}
-    assert settings.items() <= record.settings.items()
+    assert record.settings == replace(SETTINGS, vocab_size=narrow.VOCAB, dtype="float32")
 
 
 def test_where_texts_part_by_how_much_and_a_near_tie_is_an_excuse(
@@ -252,19 +253,26 @@ def test_throughput_is_total_over_total_and_its_bootstrap_interval_covers() -> N
 
 
 def test_record_survives_json_and_another_file_is_refused(tmp_path: Path) -> None:
-    """All but the samples' tokens comes back; older versions, with more fields, are read too."""
-    record, path = dataclasses.replace(record_of(), cost=linear_cost(0.1)), tmp_path / "record.json"
+    """All of it comes back; a field that is wrong or unknown is named."""
+    record, path = replace(record_of(), cost=linear_cost(0.1)), tmp_path / "record.json"
     save_record(record, path)
     data = json.loads(path.read_text())
-    assert set(data) == {field.name for field in dataclasses.fields(Record)}
-    for result in data["results"]:
-        result["acceptance_rate"] = 0.5
-    path.write_text(json.dumps(data))
+    assert list(data) == list(Record.__struct_fields__)
     loaded = load_record(path)
-    assert loaded == dataclasses.replace(record, samples=[])
+    assert loaded == record
     assert loaded.live_ratio(LOOKUP, "4", ALL) == only(record, LOOKUP).ratio
     assert loaded.live_ratio(LOOKUP, "9", ALL) is None
-    loaded.results[:] = [dataclasses.replace(r, rule=r.rule and "match") for r in loaded.results]
+    for name, value, said in (
+        ("tokens", -1, r"results[1].tokens is -1: Expected `int` >= 0"),
+        ("ratio", "x", r"results[1].ratio is 'x': Expected `float | null`"),
+        ("colour", 3, r"results[1].colour is 3: Object contains unknown field"),
+    ):
+        data["results"][1] |= {name: value}
+        path.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=re.escape(said)):
+            load_record(path)
+        data = json.loads(path.read_text()) | {"results": [to_builtins(r) for r in record.results]}
+    loaded.results[:] = [replace(r, rule=r.rule and "match") for r in loaded.results]
     assert loaded.live_ratio(LOOKUP, "4", ALL) is None
     for text in ("[]", "{}", "no JSON"):
         path.write_text(text)
@@ -426,7 +434,7 @@ def test_a_cost_meter_leaves_the_cache_as_it_was_and_the_pace_of_the_machine_doe
 FLAT = linear_cost(0.0)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Eager:
     """Prompt lookup that is not cheap, so that the loop may not look ahead with it."""
 
@@ -458,7 +466,7 @@ def replayed(
     cost: CostCurve = FLAT,
     max_tokens: int = 32,
     **options: Any,
-) -> Modelled:
+) -> Sample:
     options |= {"max_tokens": max_tokens, "vocab_size": narrow.VOCAB}
     return replay_text(text, drafter, make_draft_length(length), cost, **options)
 
@@ -467,7 +475,7 @@ def replayed(
 @pytest.mark.parametrize("ends", cases([False, True], True))
 def test_counts_are_those_of_a_live_run(name: str, ends: bool) -> None:
     """At temperature 0: target passes, drafted and accepted tokens, text by text."""
-    settings = Settings(max_tokens=32, end_tokens=END if ends else ())
+    settings = Settings(max_tokens=32, end_tokens=END if ends else set())
     for length in ("0", "2", "8"):
         live = ours(narrow.model(), DRAFTERS[name], name, length)
         for task, text in zip(narrow.tasks(), record_of(ends=ends).texts, strict=True):
@@ -533,9 +541,9 @@ def test_random_drafts_are_refused() -> None:
 
 def test_scores_add_up_and_carry_the_live_ratio() -> None:
     """Category "all" sums the others; live ratios belong to the measured curve alone."""
-    measured = dataclasses.replace(linear_cost(0.1), name="measured")
+    measured = replace(linear_cost(0.1), name="measured")
     drafters = {"prompt-lookup": LOOK_UP, "none": None}
-    scores = replay.score_record(record_of(), drafters, ["4", "auto"], measured)
+    scores = replay.score_record(record_of(), drafters, ["4", "auto"], measured).results
     keys = [("prompt-lookup", "4"), ("prompt-lookup", "auto"), ("none", "")]
     assert list(dict.fromkeys((s.drafter, s.draft_length) for s in scores)) == keys
     for key in keys:
@@ -546,7 +554,7 @@ def test_scores_add_up_and_carry_the_live_ratio() -> None:
         live = record_of().live_ratio(*key, ALL)
         assert own[ALL].live_ratio == live
         assert (live is not None) == (key == ("prompt-lookup", "4"))
-    other = replay.score_record(record_of(), drafters, ["4"], FLAT)
+    other = replay.score_record(record_of(), drafters, ["4"], FLAT).results
     assert {score.live_ratio for score in other} == {None}
 
 
@@ -561,7 +569,7 @@ def test_the_commands_score_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     curves = ["--cost", "linear:0", "--cost", "1,1.5,2", "--draft-cost", "0.1"]
     assert main(["replay", str(path), *named, *curves]) == 0
     report = capsys.readouterr().out
-    assert report.count("| drafter") == 2
+    assert report.count("| category") == 2
     assert "kind 0" in report
     assert {s["cost"] for s in json.loads(scored.read_text())} == {"linear:0", "1,1.5,2"}
     picture = tmp_path / "speeds.svg"
@@ -570,7 +578,9 @@ def test_the_commands_score_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "auto, K = 8" in picture.read_text()
     assert "cost linear:0.24" in capsys.readouterr().out
     assert experiment.main([str(path), *named, *curves, "--longest", "3"]) == 0
-    assert capsys.readouterr().out.count(f"| {LENGTH_ORACLE}") == 2
+    assert (
+        capsys.readouterr().out.count(f"| {LENGTH_ORACLE}") == 2 * 3
+    )  # two curves; two kinds of text, and all
     scores = json.loads(scored.read_text())
     oracle = [s for s in scores if s["drafter"] == TEXT_ORACLE and s["category"] == ALL]
     assert [s["tokens_per_pass"] for s in oracle] == [4, 4]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Sequence
 from itertools import product
@@ -11,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import scripted
 import specdec_mlx as sd
 from specdec_mlx.lab.bench import replay
 from specdec_mlx.lab.bench.cost import linear_cost
-from specdec_mlx.lab.bench.record import Record, RecordedText, read_sessions, save_record
+from specdec_mlx.lab.bench.record import Record, read_sessions, save_record
+from specdec_mlx.lab.bench.timing import Settings
 from specdec_mlx.lab.commands import replay as replay_command
+from specdec_mlx.lab.prompts import RecordedText
 
 VOCAB = 256
 
@@ -79,10 +81,10 @@ def test_other_lines_are_refused_by_number(tmp_path: Path) -> None:
 def test_memory_goes_on_from_text_to_text_and_not_from_way_to_way() -> None:
     """The first text is new to each draft length; sessions are scored one by one, and add up."""
     written = [RecordedText(str(i), "c", [1, 2], list(range(5, 11)), f"{i % 2}") for i in range(4)]
-    record = Record("", {}, {"vocab_size": VOCAB, "max_tokens": 6}, written)
+    record = Record("", {}, Settings(6, vocab_size=VOCAB), written)
     wrong = scripted.OracleDrafter([11] * 20, VOCAB)
     drafters = {"none of use": wrong, "memory": lambda: sd.SuffixDrafter(memory=sd.Memory())}
-    scores = replay.score_record(record, drafters, ["5", "8"], linear_cost(0.0))
+    scores = replay.score_record(record, drafters, ["5", "8"], linear_cost(0.0)).results
     for name, length in product(drafters, ("5", "8")):
         own = [s for s in scores if s.drafter == name and s.draft_length == length]
         (total,) = (s.target_passes for s in own if s.category == "all" and not s.session)
@@ -97,9 +99,9 @@ def test_the_command_replays_sessions(
     """Texts come from the sessions, measured costs from the record, a table for each curve."""
     monkeypatch.setattr(replay, "load_tokenizer", lambda name: Bytes())
     monkeypatch.setattr("specdec_mlx.models.loading.check_folder", lambda folder: None)
-    cost = dataclasses.replace(linear_cost(0.1), name="measured")
+    cost = replace(linear_cost(0.1), name="measured")
     record, scores = tmp_path / "record.json", tmp_path / "scores.json"
-    save_record(Record("", {}, {}, [], cost=cost, results=[], differences=[]), record)
+    save_record(Record("", {}, Settings(), [], cost=cost, results=[], differences=[]), record)
     parser = argparse.ArgumentParser()
     replay_command.add_arguments(parser)
     path = written(tmp_path, [CONVERSATION, *EDITS])
@@ -116,10 +118,10 @@ def test_the_command_replays_sessions(
     ]
     assert replay_command.main(parser.parse_args([*map(str, given)])) == 0
     report = capsys.readouterr().out
-    assert report.count("| drafter") == 2
+    assert report.count("| category") == 2
     assert "4 texts, cost measured" in report
     assert {s["session"] for s in json.loads(scores.read_text())} == {"", "one", "7"}
     settings = replay.record_of_sessions(written(tmp_path, [CONVERSATION]), tmp_path).settings
-    assert settings["max_tokens"] == len("hello") + 1  # no text is cut short
+    assert settings.max_tokens == len("hello") + 1  # no text is cut short
     with pytest.raises(ValueError, match="Nothing to replay"):
         replay_command.main(parser.parse_args([]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import replace as replaced
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 import test_bench
+from msgspec.structs import replace
 
 import specdec_mlx as sd
 import tiny
@@ -21,9 +22,9 @@ from specdec_mlx.cli import commands as cli
 from specdec_mlx.lab.bench.timing import PLAIN, Contender, Emitted, Sample
 from specdec_mlx.lab.commands import demo
 from specdec_mlx.lab.commands.demo import PAIR, Show
-from specdec_mlx.lab.prompts import Task
+from specdec_mlx.lab.prompts import RecordedText
 
-TASK = Task("text", "text", [1, 2, 3, 1, 2, 3])
+TASK = RecordedText("text", "text", [1, 2, 3, 1, 2, 3])
 
 
 def show(model: nn.Module) -> Show:
@@ -66,11 +67,8 @@ def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
     (row,) = rows_of(samples)
     assert row.speed == 2.0
     line = demo.format_table([row]).splitlines()[-1]
-    assert line.split()[4:] == [
-        "41",
-        *["2.00", "times", "plain", "8.20", "6", "of", "8"],
-        row.verdict,
-    ]
+    shown = ["41", "2.00 times plain", "8.20", "6 of 8", row.verdict]
+    assert [cell.strip() for cell in line.split("|")[4:-1]] == shown
 
 
 @in_one_test("tokens", [[*range(40), 5], range(40)])
@@ -92,14 +90,14 @@ def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     samples[2 + repeat] = sample("drafter 1", repeat, 1.0, tokens)
     (row,) = rows_of(samples)
     assert row.verdict == verdict
-    assert demo.format_table([row]).endswith(f"  {verdict}")
+    assert demo.format_table([row]).endswith(f" {verdict} |")
 
 
 @in_one_test("max_tokens", [8, 40])
 def test_the_clock_cuts_the_live_text_after_twenty_tokens(max_tokens: int) -> None:
     """A shorter text shows no draft at work; this one's time is over before it begins."""
-    text = replace(show(tiny.build("llama")), max_tokens=max_tokens)
-    text = replace(text, tokenizer=tiny_text.tokenizer())
+    text = replaced(show(tiny.build("llama")), max_tokens=max_tokens)
+    text = replaced(text, tokenizer=tiny_text.tokenizer())
     responses = list(demo.live_text(text, "2", until=-1))
     assert responses[-1].generation_tokens == min(20, max_tokens)
 
@@ -172,12 +170,12 @@ def test_it_says_what_it_does_and_prints_a_table_of_identical_texts(
     assert (
         "in about 900 s, or more on a slow machine: a text live, then edit, summary, chat," in err
     )
-    live, _, table = out.partition("text      drafter")
+    live, _, table = out.partition("| text ")
     assert "target passes" in live
     rows = table.split("\n\n")[0].splitlines()[2:]
     expected = [[text, "auto", k] for text in ("edit", "summary", "chat") for k in ("3", "4")]
-    assert [row.split()[:3] for row in rows] == expected
-    assert all(row.endswith(" identical") for row in rows)
+    assert [row.split()[1:6:2] for row in rows] == expected
+    assert all(row.endswith(" identical |") for row in rows)
     assert "6 of 6 texts are plain mlx-lm's, token by token." in out
 
 
@@ -192,14 +190,14 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
 
         def start(*call: Any) -> Generator[Emitted, None, None]:
             for i, emitted in enumerate(honest.start(*call)):
-                yield replace(emitted, token=emitted.token ^ (i == 5))
+                yield emitted._replace(token=emitted.token ^ (i == 5))
 
         return replace(honest, start=start)
 
     monkeypatch.setattr(demo, "ours", spoiled)
     assert cli.main(["demo", "--model", str(folder), "--max-tokens", "41", *WITHOUT_HASTE]) == 1
     out = capsys.readouterr().out
-    assert out.count(" DIFFERENT\n") == 6
+    assert out.count(" DIFFERENT |\n") == 6
     assert "0 of 6 texts are plain mlx-lm's" in out
 
 
@@ -210,8 +208,8 @@ def test_the_demo_model_comes_with_the_pair_that_ships(
     """With a model of one's own it is not shown."""
     monkeypatch.setattr("specdec_mlx.lab.demo_model.demo_model_path", lambda: folder)
     assert cli.main(["demo", "--max-tokens", "8", *WITHOUT_HASTE]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(PAIR)]
-    assert [row[len(PAIR) :].split()[:2] for row in rows] == [
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {PAIR}")]
+    assert [row.split()[4:7:2] for row in rows] == [
         ["model", "auto"],
         ["model", "4"],
     ]

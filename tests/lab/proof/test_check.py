@@ -45,9 +45,9 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.exactness.probe import ProbeReport, probe
 from specdec_mlx.lab.commands import check as check_command
 from specdec_mlx.lab.papers.lossy import Lenient
+from specdec_mlx.lab.probing import ProbeReport, probe
 from specdec_mlx.lab.proof import drawn, one_step
 from specdec_mlx.lab.proof import run as run_module
 from specdec_mlx.lab.proof.chi_square import (

@@ -21,7 +21,6 @@ from selection import cases, in_one_test
 from specdec_mlx.caches import (
     STRATEGIES,
     Chunks,
-    Gathers,
     RotatingWindow,
     SavedBuffers,
     SingleTokens,
@@ -86,7 +85,7 @@ def test_our_strategies_keep_the_contract(name: str) -> None:
     make, make_cache, feed = CASES[name]
     lines = check_strategy(make(), make_cache, feed)
     parts = [line.partition(":")[0] for line in lines]
-    gathers = ["gather"] if isinstance(make(), Gathers) else []
+    gathers = ["gather"] if make().gathers else []
     assert parts == ["protocol", "widths", "restore", "rollback", *gathers]
     if name == "KVCache":
         assert lines[-1].startswith("gather: 42 histories")
@@ -97,7 +96,7 @@ def test_every_registered_strategy_is_tried() -> None:
     tried = {(type(make_cache()), make) for make, make_cache, _ in CASES.values()}
     known = {KVCache, QuantizedKVCache, ConcatenateKVCache, RotatingKVCache, ChunkedKVCache}
     assert {(kind, type(STRATEGIES[kind])) for kind in known | {ArraysCache}} <= tried
-    kinds = {kind for kind, strategy in STRATEGIES.items() if isinstance(strategy, Gathers)}
+    kinds = {kind for kind, strategy in STRATEGIES.items() if strategy.gathers}
     assert {KVCache, QuantizedKVCache, RotatingKVCache} <= kinds
     assert ArraysCache not in kinds
 

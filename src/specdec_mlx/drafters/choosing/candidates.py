@@ -86,23 +86,19 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
     cached = [part for part in folder.parts if part.startswith("models--")]
     name = cached[-1].removeprefix("models--").replace("--", "/") if cached else folder.name
     known = [one for one, note in known_repositories(name).items() if not note]
-    target = config_of(folder)
     places = [*(() if cached else models_in(folder.parent)), *models_in(where)]
     found, lines = own_head(folder, name)
     others = {place.resolve(): (one, place) for one, place in places}
-    others.pop(folder.resolve(), None)
-    for one, place in filter(lambda other: is_head(other[1]), others.values()):
-        config = config_of(place)
-        fault = why_not(config, target)
-        if fault is None and not _is_for(one, name, known):
+    for head in find_heads(config_of(folder), folder, others.values()):
+        fault = head.refusal
+        if fault is None and not _is_for(head.name, name, known):
             fault = "nothing says that it was made for this model; name it to take it"
-        if fault is None and found is None:
-            found, label = str(place), formats()[kind_of(config) or "mtp"].label
-            lines.insert(0, f"{one} drafts: {label} for {name}.")
-        else:
-            lines.append(f"{one} is left out: {fault or 'one head is enough'}.")
+        found = _first(found, head, fault, f"{head.note} for {name}", lines)
     if found is None:
-        found = _small_model(str(folder), where, lines)
+        for one in find_candidates(str(folder), where):
+            pays = one.cost and best_draft_length(ACCEPTANCES[0], one.cost) > 0
+            fault = one.refusal or one.note.strip(", ") or (None if pays else "too large to pay")
+            found = _first(found, one, fault, "a small model with the same tokenizer", lines)
     if found is None and known and fetch:
         found = known[0]
         lines.insert(0, f"{found} drafts: fetched, as known for {name}.")
@@ -127,17 +123,14 @@ def own_head(folder: Path, name: str) -> FoundModel:
     return FoundModel(None, [f"{name}'s own prediction layer is left out: {fault}"])
 
 
-def _small_model(model: str, where: Path | None, lines: list[str]) -> str | None:
-    """The folder of the smallest model that pays, None for none; `lines` are told of each."""
-    found = None
-    for one in find_candidates(model, where):
-        pays = one.cost and best_draft_length(ACCEPTANCES[0], one.cost) > 0
-        refusal = one.refusal or one.note.strip(", ") or ("" if pays else "too large to pay")
-        if found is None and not refusal:
-            found = str(one.folder)
-            lines.insert(0, f"{one.name} drafts: a small model with the same tokenizer.")
-        else:
-            lines.append(f"{one.name} is left out: {refusal or 'one model is enough'}.")
+def _first(
+    found: str | None, one: Candidate, fault: str | None, why: str, lines: list[str]
+) -> str | None:
+    """The folder that was found before, or this one's if it has no fault; a line says which."""
+    if found is None and fault is None:
+        lines.insert(0, f"{one.name} drafts: {why}.")
+        return str(one.folder)
+    lines.append(f"{one.name} is left out: {fault or 'one is enough'}.")
     return found
 
 
@@ -149,6 +142,23 @@ def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
     ends = [i for i in range(len(own) + 1) if CONVERTED.fullmatch(own[i:])]
     base = own[: ends[0]]
     return other.startswith(base) and bool(HEADS_NAME.search(other[len(base) :]))
+
+
+def find_heads(
+    target: Mapping[str, Any], folder: Path | None, places: Iterable[tuple[str, Path]]
+) -> list[Candidate]:
+    """The heads among places, with their names, each with the label of its format as its note.
+
+    target: the config of the model to draft for. folder: the model's own, which is left out.
+    """
+    heads = []
+    for name, place in places:
+        if is_head(place) and (folder is None or not place.samefile(folder)):
+            config = config_of(place)
+            label = formats()[kind_of(config) or "mtp"].label
+            fault = why_not(config, target)
+            heads.append(Candidate(name, refusal=fault, note=label, folder=place))
+    return heads
 
 
 def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
@@ -175,10 +185,10 @@ ACCEPTANCES = (0.6, 0.8)
 
 
 class Candidate(NamedTuple):
-    """A model that is here, as a drafter for another one.
+    """A model or a head that is here, as a drafter for another model.
 
     size: of its weights, bytes. cost: c, of a drafted token in target steps, by size. refusal: the
-    reason why it cannot serve, or None.
+    reason why it cannot serve, or None. note: what else there is to say of it.
     """
 
     name: str
@@ -239,7 +249,7 @@ def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
         return
     try:
         repos = scan_cache_dir(where).repos
-    except CacheNotFound:
+    except (CacheNotFound, ValueError):  # or it is no folder
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         if repo.repo_type == "model" and repo.revisions:

@@ -10,16 +10,16 @@ import mlx.core as mx
 from specdec_mlx.draft_length.costs import curve_for
 from specdec_mlx.drafters.choosing.candidates import (
     find_candidates,
+    find_heads,
     known_repositories,
     locate,
     models_in,
     own_head,
     weight_bytes,
-    why_not,
 )
 from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.drafters.heads.drafter import Config
-from specdec_mlx.drafters.heads.loading import config_of, formats, is_head, kind_of
+from specdec_mlx.drafters.heads.loading import config_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, of_type, text_part
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.models.loading import is_path
@@ -45,7 +45,8 @@ def report(model: str, where: Path | None = None) -> str:
     folders = [] if target is None else [*models_in(where)]
     able, refused = _models(model, target, where)
     size = "" if target is None else f" ({_size(weight_bytes(target))})"
-    alone = describe_drafters(with_model=False).items()
+    alone = describe_drafters(with_model=False)
+    width = max(map(len, alone)) + 2
     parts = [
         [_expectation({} if target is None else config_of(target))],
         [missing] if missing else [],
@@ -54,7 +55,7 @@ def report(model: str, where: Path | None = None) -> str:
         [
             "Without a second model:",
             _command(model),
-            *(f"  {name:<16}{text}" for name, text in alone),
+            *(f"  {name:<{width}}{text}" for name, text in alone.items()),
         ],
         ["Left out:", *refused] if refused else [],
     ]
@@ -82,15 +83,10 @@ def heads_lines(
     target = {} if folder is None else config_of(folder)
     known = known_repositories(model)
     lines, refused = _own_layers(model, folder, target)
-    for name, place in folders:
-        if not is_head(place) or (folder is not None and place.samefile(folder)):
-            continue
-        config = config_of(place)
-        fault = why_not(config, target)
-        label = formats()[kind_of(config) or "mtp"].label
-        line = f"  {name}  {label}, {fault or 'here' + known.get(name, '')}"
-        if fault is None:
-            lines += [line, _command(model, place)]
+    for head in find_heads(target, folder, folders):
+        line = f"  {head.name}  {head.note}, {head.refusal or 'here' + known.get(head.name, '')}"
+        if head.refusal is None:
+            lines += [line, _command(model, head.folder)]
         else:
             refused.append(line)
     for name, note in known.items():

@@ -17,6 +17,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from specdec_mlx.arguments import installed, load, make_with, split_spec, whole
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
+from specdec_mlx.drafters.drawing import check_draft_temp
 from specdec_mlx.drafters.heads.drafter import (
     Config,
     DraftVocabulary,
@@ -43,7 +44,6 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models.anatomy import Anatomy
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.sampling import check_draft_temp
 
 Tensors = dict[str, mx.array]
 

@@ -40,7 +40,7 @@ from specdec_mlx.models.anatomy import top_tokens
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.sequence import PromptReader
 from specdec_mlx.target import check_draft
-from specdec_mlx.token_ids import read_all
+from specdec_mlx.token_ids import read_all, to_ids
 
 Tokens = tuple[int, ...]
 
@@ -180,13 +180,13 @@ class BeamRows:
                     "Beams are rows of one batch, and this model's texts cannot be. Generate "
                     "one text, or use a model that specdec_mlx.batch_generate writes together."
                 )
-            reader = PromptReader.of_model(
-                self.model,
-                self.prompt,
-                Rollback(alone),
-                step_size=self.prefill_step_size,
-                stream=self.stream,
-            )
+            caches = Rollback(alone)
+
+            def feed(size: int) -> None:
+                caches.forward(self.model, to_ids(self.prompt[caches.position :][:size]))
+
+            step_size, stream = self.prefill_step_size, self.stream
+            reader = PromptReader(self.prompt, caches, feed, step_size, stream=stream)
             reader.read_all()
             rows.add(alone, len(self.prompt) - 1)
         self.caches = rows

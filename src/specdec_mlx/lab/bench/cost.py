@@ -5,21 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generation_stream
+from msgspec import Struct
 
 from specdec_mlx.caches import Rollback, wait_for
 from specdec_mlx.contracts import Draft
 from specdec_mlx.draft_length.costs import CURVES, Curve
 from specdec_mlx.lab.counterfactual import median_of
-from specdec_mlx.loop import verifier_for
 from specdec_mlx.options import Options
-from specdec_mlx.sampling import Noise
+from specdec_mlx.target import Verifier
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"
@@ -27,8 +26,7 @@ NUM_CACHED = 256
 RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small model on a laptop
 
 
-@dataclass(frozen=True)
-class CostCurve:
+class CostCurve(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a pass over m positions: a `Curve` through measured points, with a name.
 
     positions: [n] increasing from 1, at least two, else ValueError. low, high: [n] 95% interval of
@@ -101,7 +99,7 @@ class CostMeter:
         """Fill the cache with a real text, since experts are chosen by it, and warm up."""
         self._widths = tuple(widths)
         how, caches = Options(rule="match"), Rollback.of(model)
-        self._verifier = verifier_for(model, caches, how, probe=True, noise=Noise(0))
+        self._verifier = Verifier(model, caches, how)
         self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))

@@ -2,59 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 from mlx.utils import tree_flatten
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from specdec_mlx.cli.blas import blas_name
-from specdec_mlx.files import read_text
+from specdec_mlx.files import parse, read_text
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.summary import Difference, Result
-from specdec_mlx.lab.bench.timing import Sample
-from specdec_mlx.lab.prompts import Task, encode_messages, read_lines
-from specdec_mlx.lab.tables import markdown_table, table_html
+from specdec_mlx.lab.bench.timing import Sample, Settings
+from specdec_mlx.lab.prompts import RecordedText, encode_messages, read_lines
+from specdec_mlx.lab.tables import Columns, Table, markdown_table, or_dash, table_html, table_of
 from specdec_mlx.stats.account import Row, Rows
 
-
-@dataclass(frozen=True)
-class RecordedText(Task):
-    """A prompt with its text by plain decoding; any drafter can be scored on it.
-
-    generated: token ids. session: its conversation, or "". top_tokens: [m, top] the target's
-    likeliest at each generated token, or [].
-    """
-
-    generated: list[int]
-    session: str = ""
-    top_tokens: list[list[int]] = field(default_factory=list, repr=False)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class Record(Rows):
-    """A whole benchmark: where and how it ran, and its results by category and contender.
+class Record(Struct, Rows, frozen=True, forbid_unknown_fields=True):
+    """A whole benchmark, live or modelled: where and how it ran, and its results.
 
-    cost: measured c(m) or None. samples: every generation; not saved.
+    results: by category and contender. cost: measured c(m) or None. samples: every run.
     """
 
     command: str
     machine: dict[str, str]
-    settings: dict[str, Any]
-    texts: list[RecordedText] = field(repr=False)
+    settings: Settings
+    texts: list[RecordedText]
     cost: CostCurve | None = None
-    results: list[Result] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list, repr=False)
+    results: list[Result] = []
+    differences: list[Difference] = []
+    samples: list[Sample] = []
 
     @property
     def categories(self) -> list[str]:
@@ -71,48 +62,39 @@ class Record(Rows):
         """A row for each result, a column for each of its fields."""
         return [asdict(r) | {"accepted_share": r.accepted_share} for r in self.results]
 
+    def plot(self) -> Figure:
+        """Draw the speeds by kind of text; needs matplotlib."""
+        plots: Any = import_module("specdec_mlx.lab.plots")
+        figure: Figure = plots.speed_by_text(self.results)
+        return figure
+
+    def speeds(self) -> Table:
+        """Speed and counts of each contender by category, all sessions together."""
+        return results_table([r for r in self.results if not r.session], SPEEDS)
+
+    def __repr__(self) -> str:
+        """The speeds."""
+        return markdown_table(*self.speeds())
+
     def _repr_html_(self) -> str:
         notes = f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(self.machine))}</small>"
-        return f"{table_html(*_table(self.results, SPEEDS))}<p>{notes}</p>"
+        return f"{table_html(*self.speeds())}<p>{notes}</p>"
 
 
 def save_record(record: Record, path: Path | str) -> None:
-    """Write JSON: one key a field. Samples go without their tokens, which `texts` has."""
-    data = asdict(record)
-    for sample in data["samples"]:
-        sample["num_tokens"] = len(sample.pop("tokens"))
-    Path(path).write_text(json.dumps(data, indent=1), encoding="utf-8")
+    """Write JSON: one key a field."""
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
 
 
 def load_record(path: Path | str) -> Record:
-    """Read what `save_record` wrote, without the samples. Raises ValueError for another file."""
+    """Read what `save_record` wrote. Raises ValueError that names what is wrong in another file."""
     try:
-        data = json.loads(read_text(path))
-        return Record(
-            *(data["command"], data["machine"], data["settings"]),
-            texts=[RecordedText(**text) for text in data["texts"]],
-            cost=read_cost(data["cost"]),
-            results=[read_result(result) for result in data["results"]],
-            differences=[Difference(**difference) for difference in data["differences"]],
-        )
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        return parse(read_text(path), Record)
+    except ValueError as error:
         raise ValueError(
-            f"{path} is no record of a benchmark ({error!r}). Make one with "
+            f"{path} is no record of a benchmark: {error}. Make one with "
             "specdec-mlx bench --json FILE."
         ) from error
-
-
-def read_result(data: dict[str, Any]) -> Result:
-    """A result as JSON has it; fields of older versions are left out."""
-    return Result(**{f.name: data[f.name] for f in fields(Result) if f.name in data})
-
-
-def read_cost(data: dict[str, Any] | None) -> CostCurve | None:
-    """A cost curve as JSON has it; None if it was not measured."""
-    if data is None:
-        return None
-    points = {name: tuple(x) for name, x in data.items() if name != "name"}
-    return CostCurve(data["name"], **points)
 
 
 def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
@@ -160,17 +142,10 @@ def _listed(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def or_dash(value: float | None, digits: int = 2) -> str:
-    """A number with so many decimals; a dash where there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
 def _identical(result: Result) -> str:
     excused = f" (+{result.excused})" if result.excused else ""
     return "-" if result.identical is None else f"{result.identical}{excused} of {result.texts}"
 
-
-Columns = dict[str, Callable[[Any], str]]
 
 SPEEDS: Columns = {
     "ratio": lambda r: or_dash(r.ratio),
@@ -180,6 +155,7 @@ SPEEDS: Columns = {
     "tok/pass": lambda r: f"{r.tokens_per_pass:.2f}",
     "accepted": lambda r: f"{r.accepted} of {r.drafted}" if r.drafted else "-",
     "identical": _identical,
+    "live": lambda r: or_dash(r.live_ratio),
 }
 ROUNDS: Columns = {
     "drafting": lambda r: f"{r.drafting_share:.2f}",
@@ -192,10 +168,10 @@ ROUNDS: Columns = {
 def format_record(record: Record) -> str:
     """The whole report."""
     parts = [
-        f"    {record.command}\n\n{_listed(record.machine)}\n\n{_listed(record.settings)}",
-        markdown_table(*_table(record.results, SPEEDS)),
+        f"    {record.command}\n\n{_listed(record.machine)}\n\n{_listed(asdict(record.settings))}",
+        markdown_table(*record.speeds()),
         SPEED_NOTE,
-        markdown_table(*_table(record.results, ROUNDS)),
+        markdown_table(*results_table(record.results, ROUNDS)),
         ROUNDS_NOTE,
     ]
     if record.differences:
@@ -209,17 +185,16 @@ def _differing(found: Difference) -> str:
     return f"- {whose}: {where}, {'excused' if found.excused else 'NOT excused'}"
 
 
-def _table(rows: Sequence[Result], columns: Columns) -> tuple[list[str], list[list[str]], int]:
-    """Header, rows, and the number of leading columns that are text."""
+def results_table(results: Sequence[Result], columns: Columns) -> Table:
+    """A row for each result: whose it is, and columns; those without any value are left out."""
+    rules = {r.rule for r in results if r.rule}
     whose: Columns = {
         "category": lambda r: r.category,
         "drafter": lambda r: r.drafter,
         "K": lambda r: r.draft_length or "-",
+        "rule": lambda r: (len(rules) > 1 and r.rule) or "-",
     }
-    if len({row.rule for row in rows if row.rule}) > 1:
-        whose["rule"] = lambda r: r.rule or "-"
-    shown = whose | columns
-    return ([*shown], [[column(row) for column in shown.values()] for row in rows], len(whose))
+    return table_of(results, whose, columns)
 
 
 def format_cost(curve: CostCurve) -> str:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
+from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.utils import load_tokenizer
+from msgspec.structs import replace
 
 from specdec_mlx.arguments import parse_draft_length
 from specdec_mlx.caches import Rollback
@@ -26,7 +27,6 @@ from specdec_mlx.contracts import (
     FeatureRows,
     Features,
     Outcome,
-    PendingPass,
     RoundRecord,
 )
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
@@ -35,39 +35,26 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto, DraftLength, Model, make_draft_length
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve
-from specdec_mlx.lab.bench.record import Record, RecordedText, or_dash, read_sessions
-from specdec_mlx.lab.bench.summary import ALL
+from specdec_mlx.lab.bench.record import Record, read_sessions
+from specdec_mlx.lab.bench.summary import Result, summarise
+from specdec_mlx.lab.bench.timing import PLAIN, Sample, Settings
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.lab.tables import markdown_table, table_html
-from specdec_mlx.loop import Generation, Round, RoundClock, assemble_around
+from specdec_mlx.lab.prompts import RecordedText
+from specdec_mlx.loop import Generation, Round, RoundClock
 from specdec_mlx.models.loading import explained
 from specdec_mlx.options import Options
 from specdec_mlx.progress import progress_bar
 from specdec_mlx.sampling import Noise, Sampling
-from specdec_mlx.stats.account import Row, Rows
+from specdec_mlx.sequence import SequenceState
+from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.rules import walk
 from specdec_mlx.trees.shape import depths_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-class Modelled(NamedTuple):
-    """A text as a way of drafting would have generated it: live counts, modelled seconds."""
-
-    category: str
-    tokens: int
-    passes: int
-    drafted: int
-    accepted: int
-    seconds: float
-    plain_seconds: float
-
 
 @dataclass
 class _RecordedPass:
-    """A pass of the recorded target; see `specdec_mlx.contracts.PendingPass`."""
+    """A pass of the recorded target; see `specdec_mlx.target.LazyPass`."""
 
     draft: Draft
     num_fed: int
@@ -75,8 +62,7 @@ class _RecordedPass:
     logprobs: Any
     features: FeatureRows | None = None
 
-    @property
-    def next_token(self) -> list[int]:
+    def draw_next(self) -> list[int]:
         return self.coming[:1]
 
     def wait(self) -> None:
@@ -88,22 +74,18 @@ class _RecordedPass:
 
 
 class RecordedTarget:
-    """A target whose greedy text is known; see `specdec_mlx.contracts.Target`."""
+    """A target whose greedy text is known; see `specdec_mlx.target.Verifier`."""
 
     remembers = False
 
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         self.rollback = Rollback([], position=len(text.prompt) - 1)
-        self._text, self._vocab_size = text, vocab_size
+        self._text, self.vocab_size = text, vocab_size
         # after the end: unknown, and nobody reads it
         self._known = [*text.generated, 0]
         self._is_tapped, self._num_fed = False, 0
 
-    def vocab_size(self) -> int:
-        """V, as recorded."""
-        return self._vocab_size
-
-    def widest_pass(self) -> int | None:
+    def measure_width(self) -> int | None:
         """Any number of positions."""
         return None
 
@@ -140,7 +122,7 @@ class RecordedTarget:
         """A pass whose logits are never asked for."""
         self._num_fed = tokens.shape[0]
         self.rollback.advance(self._num_fed)
-        return mx.zeros((tokens.shape[0], self._vocab_size))
+        return mx.zeros((tokens.shape[0], self.vocab_size))
 
     def launch(
         self,
@@ -148,8 +130,8 @@ class RecordedTarget:
         draft: Draft,
         position: int,
         embeddings: mx.array | None = None,
-    ) -> PendingPass:
-        """A pass of the recording, see `contracts.Target`; ValueError for a drawn draft."""
+    ) -> _RecordedPass:
+        """A pass of the recording, ValueError for a drawn draft."""
         if draft.logprobs is not None:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
         num_fed = len(pending) + len(draft)
@@ -192,7 +174,7 @@ class ModelledClock(RoundClock):
         drafting = self.draft_seconds * self._num_steps(round_)
         verifying = self.cost(round_.fed)
         self.total += drafting + verifying
-        return replace(
+        return replaced(
             round_, seconds=drafting + verifying, draft_seconds=drafting, verify_seconds=verifying
         )
 
@@ -215,24 +197,52 @@ def replay_text(
     max_tokens: int,
     vocab_size: int,
     draft_seconds: float = 0.0,
-) -> Modelled:
-    """Run the loop on a recorded text, with a drafter or none (plain decoding).
+) -> Sample:
+    """Run the loop on a recorded text, with a drafter or none: live counts, modelled seconds.
 
     length: learns from the modelled seconds. cost: c(m), in seconds. max_tokens, vocab_size: as
     recorded. draft_seconds: of one draft token.
     """
-    target = RecordedTarget(text, vocab_size)
+    target: Any = RecordedTarget(text, vocab_size)
     options, context = Options(max_tokens=max_tokens), greedy_context(vocab_size)
-    parts = assemble_around(target, list(text.prompt), drafter, length, options, context)
-    generation, stats = Generation.of(parts, options), parts.stats
-    clock = ModelledClock(cost=cost, drafting=parts.drafting, draft_seconds=draft_seconds)
-    generation.clock = clock
-    with closing(generation.run(context)) as tokens:
+    prompt, stats = list(text.prompt), SpeculationStats()
+    sequence = SequenceState(prompt, len(prompt), max_tokens)
+    drafting = Drafting(drafter, length, target, sequence, keeps_cache=False, stream=options.stream)
+    clock = ModelledClock(cost=cost, drafting=drafting, draft_seconds=draft_seconds)
+    generation = Generation(target, sequence, drafting, context, options, stats, clock)
+    with closing(generation.run()) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated
     accepted = sum(token.from_draft for token in emitted)
-    counts = len(emitted), stats.target_passes, stats.drafted, accepted
-    return Modelled(text.category, *counts, clock.total, plain_seconds=cost(1) * len(emitted))
+    counts = stats.target_passes, stats.drafted, accepted
+    num_drafting = sum(drafted > 0 for drafted, _ in stats.rounds)
+    return modelled(text, cost, clock.total, *counts, num_drafting)
+
+
+def modelled(
+    text: RecordedText,
+    cost: CostCurve,
+    seconds: float,
+    passes: int,
+    drafted: int,
+    accepted: int,
+    drafting_rounds: int = 0,
+) -> Sample:
+    """The record of a modelled run, by the name of plain decoding."""
+    return Sample(
+        PLAIN,
+        id=text.id,
+        category=text.category,
+        session=text.session,
+        num_tokens=len(text.generated),
+        tokens=text.generated,
+        decode_seconds=seconds,
+        plain_seconds=cost(1) * len(text.generated),
+        passes=passes,
+        drafted=drafted,
+        accepted=accepted,
+        drafting_rounds=drafting_rounds,
+    )
 
 
 def greedy_context(vocab_size: int | None = None) -> DraftContext:
@@ -260,75 +270,6 @@ def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
 # Scores
 
 
-@dataclass(frozen=True)
-class Score:
-    """One way of drafting on one category of texts ("all" for every one), under one cost curve.
-
-    drafter, draft_length: as on the command line. speedup: plain seconds over modelled ones.
-    live_ratio: as measured live on the same curve, or None. session: of the texts, or "".
-    """
-
-    cost: str
-    drafter: str
-    draft_length: str
-    category: str
-    texts: int
-    tokens: int
-    target_passes: int
-    drafted: int
-    accepted: int
-    tokens_per_pass: float
-    speedup: float
-    live_ratio: float | None = None
-    session: str = ""
-
-
-class Scores(list[Score], Rows):
-    """Scores: a table in text and in a notebook; a row for each in CSV and pandas.
-
-    Speedups per category; tokens per pass, acceptance and the measured ratio over all.
-    """
-
-    def rows(self) -> list[Row]:
-        """A row for each score, a column for each field."""
-        return [asdict(score) for score in self]
-
-    def plot(self, cost: str = "") -> Figure:
-        """Draw the speeds by kind of text at one cost, the first if none is named; matplotlib."""
-        plots: Any = import_module("specdec_mlx.lab.plots")
-        figure: Figure = plots.modelled_speed([s for s in self if s.cost == (cost or self[0].cost)])
-        return figure
-
-    def __str__(self) -> str:
-        """Markdown."""
-        return markdown_table(*_table(self), 3)
-
-    def _repr_html_(self) -> str:
-        note = "<p>modelled speed relative to plain decoding</p>"
-        return table_html(*_table(self), 3) + note
-
-
-def _table(scores: Sequence[Score]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one for each cost curve, drafter and draft length, all sessions together."""
-    ways: dict[tuple[str, str, str], dict[str, Score]] = {}
-    for score in scores:
-        if not score.session:
-            way = ways.setdefault((score.cost, score.drafter, score.draft_length), {})
-            way[score.category] = score
-    categories = list(dict.fromkeys(score.category for score in scores))
-    rows = [
-        [
-            *(part or "-" for part in key),
-            *(f"{way[name].speedup:.2f}" for name in categories),
-            f"{way[ALL].tokens_per_pass:.2f}",
-            f"{way[ALL].accepted / way[ALL].drafted:.2f}" if way[ALL].drafted else "-",
-            or_dash(way[ALL].live_ratio),
-        ]
-        for key, way in ways.items()
-    ]
-    return ["cost", "drafter", "K", *categories, "tok/pass", "accepted", "live"], rows
-
-
 def score_record(
     record: Record,
     drafters: Mapping[str, Drafter | Callable[[], Drafter | None] | None],
@@ -336,7 +277,7 @@ def score_record(
     cost: CostCurve,
     *,
     draft_cost: float = 0.0,
-) -> Scores:
+) -> Record:
     """Every drafter with every draft length on all texts.
 
     Args:
@@ -349,24 +290,44 @@ def score_record(
         draft_cost: of a draft token, in c(1).
 
     Returns:
-        A score for each way of drafting and each category, session, and all texts.
+        The record with modelled results: for each way of drafting and each category, session, and
+        all texts.
 
     Raises:
         ValueError: a drafter draws at random; only drafts that are certain can be replayed.
     """
-    scores = Scores()
-    options: Any = {name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")}
+    results: list[Result] = []
+    how = record.settings
+    options: Any = {"max_tokens": how.max_tokens, "vocab_size": how.vocab_size}
     options["draft_seconds"] = draft_cost * cost(1)
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
             drafter = made if made is None or isinstance(made, Drafter) else made()
-            modelled, tuning = [], Tuning(CURVES.get(cost.name, MILDEST))
+            samples, tuning = [], Tuning(CURVES.get(cost.name, MILDEST))
             bar = progress_bar(record.texts, f"{name} {length}", unit="text", delay=1, leave=False)
             for text in bar:
                 policy = make_draft_length(parse_draft_length(length or "0"), tuning)
-                modelled.append(replay_text(text, drafter, policy, cost, **options))
-            scores += scores_of(record, cost.name, name, length, modelled)
-    return scores
+                samples.append(replay_text(text, drafter, policy, cost, **options))
+            results += modelled_results(record, cost, name, length, samples)
+    return replace(record, results=results, differences=[], samples=[])
+
+
+def modelled_results(
+    record: Record, cost: CostCurve, drafter: str, length: str, samples: Sequence[Sample]
+) -> list[Result]:
+    """Results of one way of drafting, relative to plain decoding at the same cost.
+
+    A curve of measured costs has the measured ratio beside the modelled one.
+    """
+    plain = [replace(sample, decode_seconds=sample.plain_seconds) for sample in samples]
+    own = [replace(sample, drafter=drafter, draft_length=length) for sample in samples]
+    results = []
+    for result in summarise([*plain, *own], [], greedy=False):
+        if result.drafter != PLAIN:
+            is_live = cost.name == MEASURED and not result.session
+            live = record.live_ratio(drafter, length, result.category) if is_live else None
+            results.append(replace(result, cost=cost.name, live_ratio=live))
+    return results
 
 
 def record_of_sessions(
@@ -378,28 +339,5 @@ def record_of_sessions(
         tokenizer = load_tokenizer(name)
     texts = read_sessions(path, tokenizer)
     longest = max(len(text.generated) for text in texts)
-    settings = {"vocab_size": len(tokenizer), "max_tokens": longest, "temp": 0.0}
-    return Record(f"sessions of {path}", {}, settings, texts, cost)
-
-
-def scores_of(
-    record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
-) -> list[Score]:
-    """One score per category, "all", and one for each session, of what became of each text."""
-    groups: dict[tuple[str, str], list[Modelled]] = {
-        (category, ""): [] for category in (*record.categories, ALL)
-    }
-    for text, one in zip(record.texts, modelled, strict=True):
-        for key in {(text.category, ""), (ALL, ""), (text.category, text.session)}:
-            groups.setdefault(key, []).append(one)
-    scores = []
-    for (category, session), group in groups.items():
-        tokens, passes, drafted, accepted, seconds, plain_seconds = (
-            sum(numbers) for numbers in zip(*(m[1:] for m in group), strict=True)
-        )
-        counts = len(group), tokens, passes, drafted, accepted
-        rates = tokens / passes, plain_seconds / seconds
-        is_live = cost == MEASURED and not session
-        live = record.live_ratio(drafter, length, category) if is_live else None
-        scores.append(Score(cost, drafter, length, category, *counts, *rates, live, session))
-    return scores
+    how = Settings(longest, vocab_size=len(tokenizer))
+    return Record(f"sessions of {path}", {}, how, texts, cost)

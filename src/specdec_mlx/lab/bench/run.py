@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from msgspec.structs import replace
 
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.cost import CostMeter
-from specdec_mlx.lab.bench.record import Record, RecordedText, describe_dtype, describe_machine
+from specdec_mlx.lab.bench.record import Record, describe_dtype, describe_machine
 from specdec_mlx.lab.bench.summary import find_differences, reference_texts, summarise
 from specdec_mlx.lab.bench.timing import (
     PLAIN,
@@ -21,13 +21,13 @@ from specdec_mlx.lab.bench.timing import (
     make_contenders,
     run_interleaved,
 )
-from specdec_mlx.lab.prompts import Prompt, Task
+from specdec_mlx.lab.prompts import Prompt, RecordedText
 from specdec_mlx.progress import progress_bar
 
 
 def run_bench(
     model: nn.Module,
-    tasks: Sequence[Task],
+    tasks: Sequence[RecordedText],
     contenders: Sequence[Contender],
     settings: Settings,
     *,
@@ -47,17 +47,14 @@ def run_bench(
     samples = list(progress_bar(steps, "bench", total, unit="text", disable=not progress))
     is_greedy = settings.temp == 0
     differences = find_differences(model, tasks, samples) if is_greedy else []
-    references = reference_texts(samples)
-    told = ("temp", "max_tokens", "repeats", "seed")
+    texts = reference_texts(samples)
     return Record(
         command="",
         machine=machine,
-        settings={
-            **{name: getattr(settings, name) for name in told},
-            "dtype": describe_dtype(model),
-            "vocab_size": model(mx.array([[0]])).shape[-1],
-        },
-        texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
+        settings=replace(
+            settings, dtype=describe_dtype(model), vocab_size=model(mx.array([[0]])).shape[-1]
+        ),
+        texts=[RecordedText(t.id, t.category, t.prompt, texts[t.id]) for t in tasks],
         cost=meter.curve() if meter else None,
         results=summarise(samples, differences, greedy=is_greedy),
         differences=differences,
@@ -110,8 +107,10 @@ def bench_texts(
     return run_bench(model, tasks, contenders, how, progress=progress)
 
 
-def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:
+def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[RecordedText]:
     """Prompts through the tokenizer's chat template. Raises ValueError if there are none."""
     if not messages:
         raise ValueError("No prompts. Give another file, or drop --categories.")
-    return [Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages]
+    return [
+        RecordedText(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages
+    ]

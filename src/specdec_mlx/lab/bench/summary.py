@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cache
 from math import nan
 from statistics import mean, median
@@ -16,17 +15,16 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 
-from specdec_mlx.exactness.probe import probe
-from specdec_mlx.exactness.rounding import near_tie
-from specdec_mlx.lab.bench.timing import PLAIN, Sample, Way
+from specdec_mlx.files import Count
+from specdec_mlx.lab.bench.timing import PLAIN, Amount, Sample, Way
 from specdec_mlx.lab.counterfactual import ratio_of
-from specdec_mlx.lab.prompts import Task
+from specdec_mlx.lab.probing import near_tie, probe
+from specdec_mlx.lab.prompts import RecordedText
 
 ALL = "all"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference(Way):
+class Difference(Way, frozen=True, kw_only=True):
     """First place where a sample's text parts from that of plain decoding.
 
     position: among the generated tokens. top_two_gap: of the target's logits there, in a
@@ -35,45 +33,48 @@ class Difference(Way):
 
     id: str
     category: str
-    repeat: int
-    position: int
-    top_two_gap: float
+    repeat: Count
+    position: Count
+    top_two_gap: Amount
     excused: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Way):
-    """One contender on one category of texts ("all" is every text).
+class Result(Way, frozen=True, kw_only=True):
+    """Comparison of one contender, live or modelled, with plain decoding, on texts of one category.
 
     Speeds leave out prefill and first round, take the median of the repeats of each text, and are
     None where no text is longer than its first round.
 
-    texts, tokens: in one repeat; other counts are of all. ratio: tokens per second over plain
-    decoding's, with a 95% bootstrap interval over texts; end_to_end_ratio: prefill included.
-    drafting_share: of the passes. peak_memory_gb: with all that ran side by side.
+    category: "all" is every text. session: of the texts, or "". cost: curve of a modelled run, or
+    "". texts, tokens: in one repeat; other counts are of all. ratio: tokens per second over plain
+    decoding's, with a 95% bootstrap interval over texts; end_to_end_ratio: prefill included, None
+    where modelled. drafting_share: of the passes. peak_memory_gb: with all that ran side by side.
     first_token_seconds: median; first_token_ratio: over plain decoding's. identical: texts that are
-    plain decoding's in every repeat, None where drawn at random; excused: further ones that part at
-    a near tie only.
+    plain decoding's in every repeat, None where they were not compared; excused: further ones that
+    part at a near tie only. live_ratio: of a modelled run, as measured at the same cost, or None.
     """
 
     category: str
-    texts: int
-    tokens: int
-    total_tokens_per_second: float | None = None
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
-    end_to_end_ratio: float | None = None
-    tokens_per_pass: float
-    target_passes: int
-    drafted: int
-    accepted: int
-    drafting_share: float
-    peak_memory_gb: float
-    first_token_seconds: float
-    identical: int | None
-    excused: int | None
-    first_token_ratio: float | None = None
+    session: str = ""
+    cost: str = ""
+    texts: Count
+    tokens: Count
+    total_tokens_per_second: Amount | None = None
+    ratio: Amount | None = None
+    ratio_low: Amount | None = None
+    ratio_high: Amount | None = None
+    end_to_end_ratio: Amount | None = None
+    live_ratio: Amount | None = None
+    tokens_per_pass: Amount
+    target_passes: Count
+    drafted: Count
+    accepted: Count
+    drafting_share: Amount
+    peak_memory_gb: Amount
+    first_token_seconds: Amount
+    identical: Count | None
+    excused: Count | None
+    first_token_ratio: Amount | None = None
 
     @property
     def accepted_share(self) -> float:
@@ -87,7 +88,7 @@ def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
 
 
 def find_differences(
-    model: nn.Module, tasks: Sequence[Task], samples: Sequence[Sample]
+    model: nn.Module, tasks: Sequence[RecordedText], samples: Sequence[Sample]
 ) -> list[Difference]:
     """All samples whose text is not the reference, plain decoding's own repeats included."""
     prompts = {task.id: task.prompt for task in tasks}
@@ -132,22 +133,33 @@ def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float
 def summarise(
     samples: Sequence[Sample], differences: Sequence[Difference], greedy: bool = True
 ) -> list[Result]:
-    """A result per contender and category, "all" last; greedy: True if texts were compared."""
+    """A result per contender and category, "all" after them, and one per session if there are any.
+
+    greedy: True if texts were compared.
+    """
+    groups = dict.fromkeys((s.category, "") for s in samples) | {(ALL, ""): None}
+    groups |= dict.fromkeys((s.category, s.session) for s in samples if s.session)
     results = []
-    for category in [*dict.fromkeys(s.category for s in samples), ALL]:
-        chosen = [s for s in samples if category in (s.category, ALL)]
-        baseline = [s for s in chosen if s.drafter == PLAIN]
+    for category, session in groups:
+        chosen = [
+            s for s in samples if category in (s.category, ALL) and session in (s.session, "")
+        ]
+        baseline = _times([s for s in chosen if s.drafter == PLAIN])
         for key in dict.fromkeys(s.key for s in samples):
             own = [s for s in chosen if s.key == key]
             parted = [d for d in differences if d.key == key] if greedy else None
-            results.append(_result(category, own, baseline, parted))
+            results.append(_result(category, session, own, baseline, parted))
     return results
 
 
 def _result(
-    category: str, own: list[Sample], baseline: list[Sample], parted: list[Difference] | None
+    category: str,
+    session: str,
+    own: list[Sample],
+    baseline: dict[str, np.ndarray],
+    parted: list[Difference] | None,
 ) -> Result:
-    """One contender's samples of a category; parted: None where texts were not compared."""
+    """One contender's samples of a group; parted: None where texts were not compared."""
     passes = sum(s.passes for s in own)
     identical = excused = None
     ids = {s.id for s in own}
@@ -158,10 +170,11 @@ def _result(
     return Result(
         *own[0].key,
         category=category,
+        session=session,
         texts=len(ids),
-        tokens=sum(len(s.tokens) for s in own if s.repeat == 0),
-        **_speeds(_times(own), _times(baseline)),
-        tokens_per_pass=sum(len(s.tokens) for s in own) / passes,
+        tokens=sum(s.num_tokens for s in own if s.repeat == 0),
+        **_speeds(_times(own), baseline),
+        tokens_per_pass=sum(s.num_tokens for s in own) / passes,
         target_passes=passes,
         drafted=sum(s.drafted for s in own),
         accepted=sum(s.accepted for s in own),
@@ -181,9 +194,9 @@ def _times(samples: list[Sample]) -> dict[str, np.ndarray]:
     times = {}
     for name in dict.fromkeys(s.id for s in samples):
         text = [s for s in samples if s.id == name]
-        tokens = mean(len(s.tokens) for s in text)
+        tokens = mean(s.num_tokens for s in text)
         paces = [s.seconds_per_token for s in text if s.seconds_per_token]
-        in_all = median(s.first_seconds + s.decode_seconds for s in text)
+        in_all = median(s.seconds for s in text)
         first = median(s.first_seconds for s in text)
         times[name] = np.array([tokens, tokens * median(paces or [nan]), in_all, first])
     return times
@@ -192,9 +205,9 @@ def _times(samples: list[Sample]) -> dict[str, np.ndarray]:
 def _speeds(own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]) -> dict[str, Any]:
     """The fields of a result that are speeds, of texts that both sides have times for."""
     speeds: dict[str, Any] = {}
-    if baseline:
-        firsts = (sum(times[-1] for times in side.values()) for side in (own, baseline))
-        speeds["first_token_ratio"] = float(np.divide(*firsts))
+    first, plain_first = (sum(times[-1] for times in side.values()) for side in (own, baseline))
+    if plain_first:  # which takes no time where it is modelled
+        speeds["first_token_ratio"] = float(first / plain_first)
     both = [(times, baseline[name]) for name, times in own.items() if name in baseline]
     timed = [pair for pair in both if not np.isnan(pair).any()]
     if timed:
@@ -206,6 +219,7 @@ def _speeds(own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]) -> dict
             "ratio": ratio,
             "ratio_low": low,
             "ratio_high": high,
-            "end_to_end_ratio": ratio_of(ours[:, :3:2], plain[:, :3:2]).mean,
         }
+        if plain_first:
+            speeds["end_to_end_ratio"] = ratio_of(ours[:, :3:2], plain[:, :3:2]).mean
     return speeds

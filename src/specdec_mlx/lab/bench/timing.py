@@ -4,52 +4,49 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice, product
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.sample_utils import make_sampler
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from specdec_mlx.arguments import parse_draft_length, whole
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.choice import DrafterChoice
-from specdec_mlx.lab.prompts import Task
+from specdec_mlx.files import Count
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import speculate
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import Sampling
+
+Amount = Annotated[float, Meta(ge=0)]
 
 PLAIN = "mlx-lm"
 MLX_LM_SPECULATION = "mlx-lm-speculation"
 MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 
 
-class Counts(NamedTuple):
-    """A loop's own counts so far.
+class Emitted(NamedTuple):
+    """One token, with the loop's own counts up to it.
 
-    target_passes: with that of the first token. drafting: passes that had a draft.
-    """
-
-    target_passes: int
-    drafted: int = 0
-    drafting: int = 0
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """One token, with the counts up to it (None: a pass a token) and when it was known (None: now).
-
-    at: by `time.perf_counter`.
+    passes: of the target, with that of the first token; None: one a token. drafting: passes that
+    had a draft. at: when the token was known, by `time.perf_counter`; None: now.
     """
 
     token: int
     from_draft: bool = False
-    counts: Counts | None = None
+    passes: int | None = None
+    drafted: int = 0
+    drafting: int = 0
     at: float | None = None
 
 
@@ -57,8 +54,7 @@ Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 """(prompt [n], max_tokens, seed) -> a stream of tokens."""
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(Struct, frozen=True, forbid_unknown_fields=True):
     """A way to generate, by its flags on the command line; "" where it has none."""
 
     drafter: str
@@ -71,11 +67,10 @@ class Way:
         return self.drafter, self.draft_length, self.rule
 
 
-@dataclass(frozen=True)
-class Contender(Way):
+class Contender(Way, frozen=True, kw_only=True):
     """A way to generate, and how it starts."""
 
-    start: Start = field(kw_only=True)
+    start: Start
 
 
 def plain(model: nn.Module, temp: float = 0.0) -> Contender:
@@ -104,15 +99,14 @@ def mlx_lm_speculation(
         options = {"num_draft_tokens": draft_length, "max_tokens": max_tokens}
         options |= {"sampler": make_sampler(temp)}
         steps = speculative_generate_step(mx.array(prompt), model, draft_model, **options)
-        counts, begins_round = Counts(0), True
+        counts, begins_round = np.zeros(3, int), True
         with closing(steps):
             for n, (token, _, from_draft) in enumerate(steps):
                 if begins_round:
                     length = min(draft_length, max_tokens - n)
-                    passes, drafted, drafting = counts
-                    counts = Counts(passes + 1, drafted + length, drafting + (length > 0))
+                    counts += (1, length, length > 0)
                 begins_round = not from_draft
-                yield Emitted(int(token), bool(from_draft), counts)
+                yield Emitted(int(token), bool(from_draft), *counts.tolist())
 
     return Contender(MLX_LM_SPECULATION, str(draft_length), start=start)
 
@@ -152,8 +146,8 @@ def ours(
             for token in tokens:
                 stats = token.stats
                 drafting = stats.drafted_at[0] if stats.drafted_at else 0
-                counts = Counts(stats.target_passes, stats.drafted, drafting)
-                yield Emitted(token.token, token.from_draft, counts)
+                counts = stats.target_passes, stats.drafted, drafting
+                yield Emitted(token.token, token.from_draft, *counts)
 
     return Contender(name, *((draft_length, rule) if drafter else ()), start=start)
 
@@ -165,19 +159,22 @@ WARM_UP_TOKENS = 24
 TURN_TOKENS = 8  # tokens that a contender generates before it is another one's turn
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How contenders generate; end_tokens end a text. ValueError for no token or no repeat.
+class Settings(Struct, frozen=True, forbid_unknown_fields=True):
+    """How contenders generate. ValueError for no token or no repeat.
 
-    seed: of draws, 0 for None; one that is given makes rule "auto" the coupled one. temp:
-    temperature; at 0 texts are compared.
+    seed: of draws, 0 for None; one that is given makes rule "auto" the coupled one. end_tokens: end
+    a text. temp: temperature; at 0 texts are compared. model, dtype, vocab_size: of the target, as
+    the record of a benchmark names them.
     """
 
     max_tokens: int = 128
     repeats: int = 1
     seed: int | None = None
-    end_tokens: Collection[int] = ()
-    temp: float = 0.0
+    end_tokens: Set[int] = frozenset()
+    temp: Amount = 0.0
+    model: str = ""
+    dtype: str = ""
+    vocab_size: Count = 0
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "repeats"):
@@ -213,38 +210,46 @@ def make_contenders(
     return contenders
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample(Way):
-    """One generation as it happened, of a prompt by its id; repeat: which one it is.
+class Sample(Way, frozen=True, kw_only=True):
+    """One run: a text that was generated, or modelled, by one contender.
 
-    tokens: [n] ids, the end token included; the `first_round` first came with the first round,
-    whose time, prefill included, is `first_seconds`. decode_seconds: from there to the last token.
-    passes, drafting_rounds: of the target, and those with a draft. peak_bytes: with all that run
-    side by side.
+    id, category, session: of the prompt. repeat: which run of the prompt it is. tokens: [n] ids,
+    the end token included. first_round: tokens that came with the first round, whose time, prefill
+    included, is `first_seconds`; both are 0 where modelled. decode_seconds: from there to the last
+    token; plain_seconds: of plain decoding, where modelled. passes, drafting_rounds: of the target,
+    and those with a draft. peak_bytes: with all that ran side by side.
     """
 
     id: str
     category: str
-    repeat: int
-    tokens: list[int]
-    first_round: int
-    first_seconds: float
-    decode_seconds: float
-    passes: int
-    drafted: int
-    accepted: int
-    drafting_rounds: int
-    peak_bytes: int
+    session: str = ""
+    repeat: Count = 0
+    num_tokens: Count
+    tokens: list[Count] = []
+    first_round: Count = 0
+    first_seconds: Amount = 0.0
+    decode_seconds: Amount
+    plain_seconds: Amount = 0.0
+    passes: Count
+    drafted: Count = 0
+    accepted: Count = 0
+    drafting_rounds: Count = 0
+    peak_bytes: Count = 0
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.first_seconds + self.decode_seconds
 
     @property
     def seconds_per_token(self) -> float | None:
         """Decoding seconds a token; None where all tokens came with the first round."""
-        num_timed = len(self.tokens) - self.first_round
+        num_timed = self.num_tokens - self.first_round
         return self.decode_seconds / num_timed if num_timed > 0 else None
 
 
 def run_interleaved(
-    tasks: Sequence[Task],
+    tasks: Sequence[RecordedText],
     contenders: Sequence[Contender],
     settings: Settings,
     between_tasks: Callable[[], None] = lambda: None,
@@ -283,7 +288,9 @@ def take_turns(
         run.stop()
 
 
-def time_generation(contender: Contender, task: Task, settings: Settings, repeat: int) -> Sample:
+def time_generation(
+    contender: Contender, task: RecordedText, settings: Settings, repeat: int
+) -> Sample:
     """Generate one text to its end, or to max_tokens; `repeat` decides the seed."""
     run = Run(contender, task, settings, repeat)
     while not run.is_over:
@@ -296,7 +303,7 @@ class Run:
     """One generation under way; the clock runs in its turns, until the device is idle."""
 
     contender: Contender
-    task: Task
+    task: RecordedText
     settings: Settings
     repeat: int
     is_over: bool = False
@@ -338,7 +345,7 @@ class Run:
     def sample(self) -> Sample:
         """The generation's tokens, counts and times."""
         emitted = self._emitted
-        counts = (emitted[-1].counts if emitted else None) or Counts(len(emitted))
+        last = emitted[-1] if emitted else Emitted(0, passes=0)
         first_seconds, decode_seconds = self._first_seconds, self._decode_seconds
         times = [item.at for item in emitted if item.at is not None]
         if times:  # a loop that does not stream has run in its first turn
@@ -349,13 +356,14 @@ class Run:
             id=self.task.id,
             category=self.task.category,
             repeat=self.repeat,
+            num_tokens=len(emitted),
             tokens=[item.token for item in emitted],
             first_round=next(own, len(emitted)),
             first_seconds=first_seconds,
             decode_seconds=decode_seconds,
-            passes=counts.target_passes,
-            drafted=counts.drafted,
+            passes=len(emitted) if last.passes is None else last.passes,
+            drafted=last.drafted,
             accepted=sum(item.from_draft for item in emitted),
-            drafting_rounds=counts.drafting,
+            drafting_rounds=last.drafting,
             peak_bytes=self._peak_bytes,
         )

@@ -6,21 +6,21 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
+from msgspec.structs import replace
 
 from specdec_mlx.arguments import (
     argument,
     checked,
     existing_file,
     new_file,
+    number,
     parse_draft_length,
-    positive_int,
 )
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
@@ -29,14 +29,14 @@ from specdec_mlx.lab.bench.record import format_record, read_sessions, save_reco
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.lab.prompts import Task
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.models.loading import load_target
 from specdec_mlx.rules import make_rule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx bench`."""
-    add, count = parser.add_argument, argument(positive_int)
+    add, count = parser.add_argument, number(int, 1)
     several = partial(add, action="append")
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add(
@@ -89,8 +89,8 @@ def main(
             model, tasks, contenders, how, measure_cost=not args.no_cost, progress=is_first
         )
     if is_first:
-        settings = {"model": str(args.model or "demo model")} | record.settings
         command = shlex.join(["specdec-mlx", *sys.argv[1:]])
+        settings = replace(record.settings, model=str(args.model or "demo model"))
         record = replace(record, command=command, settings=settings)
         if args.json:
             save_record(record, args.json)
@@ -98,8 +98,8 @@ def main(
     return 0 if all(difference.excused for difference in record.differences) else 1
 
 
-def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
-    tasks: Sequence[Task]
+def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[RecordedText]:
+    tasks: Sequence[RecordedText]
     if args.sessions:
         tasks = read_sessions(args.sessions, tokenizer)
     else:

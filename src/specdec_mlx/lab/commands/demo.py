@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
+from msgspec.structs import replace
 
-from specdec_mlx.arguments import argument, checked, parse_draft_length, positive_int
+from specdec_mlx.arguments import checked, number, parse_draft_length
 from specdec_mlx.cli.blas import (
     REFERENCE_BLAS,
     THREADS,
@@ -41,7 +42,7 @@ from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import SpeculativeResponse, stream_generate
 from specdec_mlx.lab import demo_model
-from specdec_mlx.lab.bench.record import describe_dtype, describe_machine
+from specdec_mlx.lab.bench.record import SPEEDS, describe_dtype, describe_machine
 from specdec_mlx.lab.bench.summary import ALL, Result, find_differences, summarise
 from specdec_mlx.lab.bench.timing import (
     PLAIN,
@@ -56,7 +57,8 @@ from specdec_mlx.lab.bench.timing import (
     take_turns,
 )
 from specdec_mlx.lab.pair import held_out_openings, load_pair
-from specdec_mlx.lab.prompts import Task, encode_chat
+from specdec_mlx.lab.prompts import RecordedText, encode_chat
+from specdec_mlx.lab.tables import Columns, markdown_table, table_of
 from specdec_mlx.models.loading import load_model
 
 CODE = """\
@@ -116,7 +118,7 @@ class Show:
     name: str
     drafter: Drafter
     live: list[int]
-    tasks: list[Task]
+    tasks: list[RecordedText]
     max_tokens: int
     end_tokens: frozenset[int] = frozenset()
 
@@ -142,7 +144,7 @@ class TimedText:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx demo`."""
-    add, count = parser.add_argument, argument(positive_int)
+    add, count = parser.add_argument, number(int, 1)
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add(
         "--seconds",
@@ -206,7 +208,9 @@ def main(args: argparse.Namespace) -> int:
 
 def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
     """An edit, a summary and a chat, with look-up."""
-    tasks = [Task(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()]
+    tasks = [
+        RecordedText(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()
+    ]
     live, ends = encode_chat(tokenizer, LIVE_PROMPT), frozenset(tokenizer.eos_token_ids)
     drafter = default_drafter()
     return Show(model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, ends)
@@ -219,7 +223,8 @@ def pair_that_ships() -> Show:
         list(tokenizer.encode(text)) for name, _, text in held_out_openings() if name == PAIR_TOPIC
     )
     drafter = ModelDrafter(draft, tokenizer=tokenizer)
-    return Show(target, tokenizer, "model", drafter, live, [Task(PAIR, PAIR, opening)], PAIR_TOKENS)
+    tasks = [RecordedText(PAIR, PAIR, opening)]
+    return Show(target, tokenizer, "model", drafter, live, tasks, PAIR_TOKENS)
 
 
 def say(text: str) -> None:
@@ -311,7 +316,7 @@ def after_live(show: Show, draft_length: str) -> Contender:
     return Contender(show.name, draft_length, "auto", start=start)
 
 
-def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[TimedText]:
+def compare(model: nn.Module, task: RecordedText, samples: Sequence[Sample]) -> list[TimedText]:
     """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
     by_repeat = []
     for repeat in sorted({sample.repeat for sample in samples}):
@@ -332,21 +337,23 @@ def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[Tim
     return rows
 
 
+WHOSE: Columns = {
+    "text": lambda row: row.text,
+    "drafter": lambda row: row.first.drafter,
+    "K": lambda row: row.first.draft_length,
+}
+NUMBERS: Columns = {
+    "tokens": lambda row: str(row.first.tokens),
+    "speed": lambda row: f"{row.speed:.2f} times plain",
+    "tokens a pass": lambda row: SPEEDS["tok/pass"](row.first),
+    "accepted": lambda row: SPEEDS["accepted"](row.first),
+    "identical": lambda row: row.verdict,
+}
+
+
 def format_table(rows: Sequence[TimedText]) -> str:
     """The comparison as text, one line for each row that is long enough."""
-    head = (
-        f"{'text':<10}{'drafter':<15}{'K':<6}{'tokens':>6}  {'speed':<18}{'tokens a pass':>13}"
-        f"{'accepted':>13}  text"
-    )
-    lines = [head, "-" * len(head)]
-    for row in (row for row in rows if row.is_timed):
-        run, speed = row.first, f"{row.speed:.2f} times plain"
-        lines.append(
-            f"{row.text:<10}{run.drafter:<15}{run.draft_length:<6}{run.tokens:>6}  "
-            f"{speed:<18}{run.tokens_per_pass:>13.2f}"
-            f"{f'{run.accepted} of {run.drafted}':>13}  {row.verdict}"
-        )
-    return "\n".join(lines)
+    return markdown_table(*table_of([row for row in rows if row.is_timed], WHOSE, NUMBERS))
 
 
 def remarks(rows: Sequence[TimedText], texts: Sequence[str]) -> list[str]:

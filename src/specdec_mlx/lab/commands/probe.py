@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from specdec_mlx.exactness import probe as exactness
+from specdec_mlx.lab import probing
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models.loading import load_model
 
@@ -16,6 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the report; 0 if passes are exact, else 1, so that a script can ask."""
-    report = exactness.probe(load_model(args.model or demo_model_path())[0])
+    report = probing.probe(load_model(args.model or demo_model_path())[0])
     print(report)
     return 0 if report.exact else 1

@@ -7,13 +7,16 @@ import json
 from collections.abc import Callable
 from functools import partial
 
+from msgspec.structs import replace
+
 from specdec_mlx.arguments import argument, existing_file, new_file
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.lab.bench.record import Record, load_record
-from specdec_mlx.lab.bench.replay import Scores, record_of_sessions, score_record
+from specdec_mlx.lab.bench.replay import record_of_sessions, score_record
+from specdec_mlx.lab.bench.summary import Result
 
 DEFAULT_LENGTHS = ("auto",)
 DEFAULT_SLOPE = "linear:0.24"
@@ -50,21 +53,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Score, and print a table per cost curve."""
     record, drafters = read_record(args), drafters_of(args)
-    lengths, everything = args.num_draft_tokens or DEFAULT_LENGTHS, Scores()
+    lengths, results = args.num_draft_tokens or DEFAULT_LENGTHS, list[Result]()
     for cost in costs_of(args, record):
-        scores = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
-        everything += scores
-        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n\n{scores}\n")
-    if args.json:
-        args.json.write_text(json.dumps(everything.rows(), indent=1), encoding="utf-8")
-    if args.plot:
-        draw(args.plot, everything)
+        scored = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
+        print(f"Modelled speed, {len(record.texts)} texts, cost {cost.name}:\n\n{scored}\n")
+        results += scored.results
+    write(args, replace(record, results=results))
     return 0
 
 
-def draw(path: str, scores: Scores) -> None:
-    """Write the picture of scores; its kind is the file's suffix."""
-    scores.plot().savefig(path, dpi=150, facecolor="white")
+def write(args: argparse.Namespace, scored: Record) -> None:
+    """Write the files that were asked for: results as JSON, and a picture of the first cost's."""
+    if args.json:
+        args.json.write_text(json.dumps(scored.rows(), indent=1), encoding="utf-8")
+    if args.plot:
+        first = [r for r in scored.results if r.cost == scored.results[0].cost]
+        figure = replace(scored, results=first).plot()
+        figure.savefig(args.plot, dpi=150, facecolor="white")
 
 
 def read_record(args: argparse.Namespace) -> Record:

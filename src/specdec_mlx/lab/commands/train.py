@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from specdec_mlx.arguments import argument, checked, existing_file, positive_int
+from specdec_mlx.arguments import argument, checked, existing_file, number
 from specdec_mlx.lab.training.fitting import LOSSES, Updates
 from specdec_mlx.lab.training.run import Data, Plan, train
 from specdec_mlx.lab.training.trainees import KINDS, TYPES, Size
@@ -28,7 +28,7 @@ INIT = "what to begin with: a draft model, or a head of this kind and size"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    count, rate = argument(positive_int), Updates.learning_rate
+    count, rate = number(int, 1), Updates.learning_rate
     add = parser.add_argument
     add("--model", required=True, help="target: folder or Hugging Face name")
     add("--kind", required=True, choices=KINDS, help="what is trained")

@@ -16,7 +16,6 @@ from specdec_mlx.rules import (
     Drawn,
     Ids,
     Law,
-    Rejection,
     Rows,
     acceptance_probability,
     at,
@@ -30,7 +29,7 @@ from specdec_mlx.trees.rules import TreeCoinRule, longest
 
 
 @dataclass(frozen=True)
-class Lenient(Rejection):
+class Lenient(CoinRule):
     r"""Changes the target's distribution: accepts more than is due (Leviathan et al. A.5).
 
     lenience: l in (0, 1]; a draft token is kept with chance $\min(1, p(x) / (l q(x)))$, or, where

@@ -17,8 +17,19 @@ from specdec_mlx.drafters.ngram import (
     NGramDrafter,
     NGramSession,
 )
-from specdec_mlx.memory.file import Integers
+from specdec_mlx.files import Count
+from specdec_mlx.memory.file import FileHeader, Integers
 from specdec_mlx.memory.kept import KeptFile, opened
+
+
+class TableHeader(FileHeader, kw_only=True):
+    """FileHeader of a table's file.
+
+    bounds: max_order, min_order, max_entries. orders: [order, number of n-grams] of each.
+    """
+
+    bounds: tuple[int, int, int]
+    orders: list[tuple[Count, Count]]
 
 
 class NGramTable(KeptFile):
@@ -28,6 +39,7 @@ class NGramTable(KeptFile):
     """
 
     kind: ClassVar[str] = "n-grams"
+    header = TableHeader
     what: ClassVar[str] = "table"
 
     def __init__(
@@ -95,21 +107,22 @@ class NGramTable(KeptFile):
             super().save(path)
             self._unsaved.clear()
 
-    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
+    def _content(self, in_public: bool) -> tuple[FileHeader, Sequence[Any]]:
         rows = list(self._counts.ngrams())
         numbers = [n for ngram, times in rows for n in (*ngram, times)]
-        header = {
-            "tokenizer": self.tokenizer,
-            "bounds": [self.max_order, self.min_order, self.max_entries],
-            "orders": sorted(Counter(len(ngram) for ngram, _ in rows).items()),
-        }
+        header = TableHeader(
+            kind=self.kind,
+            tokenizer=self.tokenizer,
+            bounds=(self.max_order, self.min_order, self.max_entries),
+            orders=sorted(Counter(len(ngram) for ngram, _ in rows).items()),
+        )
         return header, [numbers]
 
     @classmethod
-    def _of(cls, header: dict[str, Any], data: Integers) -> NGramTable:
-        table = cls(*map(int, header["bounds"]), tokenizer=header["tokenizer"])
+    def _of(cls, header: TableHeader, data: Integers) -> NGramTable:
+        table = cls(*header.bounds, tokenizer=header.tokenizer)
         at = 0
-        for order, count in header["orders"]:
+        for order, count in header.orders:
             end = at + count * (order + 1)
             for *context, token, times in data[at:end].reshape(count, order + 1).tolist():
                 table._counts.add(tuple(context), token, times)

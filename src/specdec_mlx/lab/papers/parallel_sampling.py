@@ -18,12 +18,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.caches import check_caches_fit
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.pard import PardDrafter, PardSession
+from specdec_mlx.drafters.model import check_caches_fit
 from specdec_mlx.drafters.writing import WritingSession, way_of_writing
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import anatomy_of, change_class, held

@@ -19,7 +19,7 @@ from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
-from specdec_mlx.exactness.probe import ProbeReport
+from specdec_mlx.lab.probing import ProbeReport
 from specdec_mlx.lab.prompts import encode_chat, read_prompts
 from specdec_mlx.lab.proof import drawn, one_step
 from specdec_mlx.lab.proof import texts as texts_of_parts

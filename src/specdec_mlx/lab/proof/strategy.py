@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache
 
-from specdec_mlx.caches import STRATEGIES, Gathers, Rollback, Strategy, window_of
+from specdec_mlx.caches import STRATEGIES, Rollback, Strategy, window_of
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.exactness.rounding import ROUNDING, shortens_products
 from specdec_mlx.lab.proof.conformance import Conformance
@@ -82,7 +82,7 @@ def check_strategy(
     with patch.dict(STRATEGIES, {type(make_cache()): strategy}):
         lines += check.run(["widths", "restore"])
         if not check.refuses:
-            lines += check.run(["rollback", "gather"][: 1 + isinstance(strategy, Gathers)])
+            lines += check.run(["rollback", "gather"][: 1 + strategy.gathers])
     return lines
 
 

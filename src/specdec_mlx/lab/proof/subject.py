@@ -43,7 +43,7 @@ from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.ranks import Ranks
 from specdec_mlx.sampling import Noise, Sampling
-from specdec_mlx.target import ModelPass, check_drafted
+from specdec_mlx.target import Verifier, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.trees.passes import VIEWS, view_class
 
@@ -296,9 +296,8 @@ class _AloneSession:
             self.close = self._session.close
         self._tokens = list(prompt)
         rollback = Rollback.of(alone.model)
-        target: Any = ModelPass(alone.model, rollback, probe=False)
-        self._target: ModelPass = target
-        self._feed = FeatureFeed.between(alone.drafter, self._session, target)
+        self._target = Verifier(alone.model, rollback, probe=False)
+        self._feed = FeatureFeed.between(alone.drafter, self._session, self._target)
 
     def propose(self, limit: int) -> Draft:
         self._read()

@@ -18,8 +18,7 @@ from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.exactness.probe import ProbeReport, probe
-from specdec_mlx.exactness.rounding import near_tie
+from specdec_mlx.lab.probing import ProbeReport, near_tie, probe
 from specdec_mlx.lab.proof.law import total_variation
 from specdec_mlx.lab.proof.report import Finding, Status
 from specdec_mlx.lab.proof.subject import Subject, Work, first_probs

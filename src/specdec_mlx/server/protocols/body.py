@@ -18,7 +18,8 @@ from specdec_mlx.arguments import parse_draft_length, shown, split_spec
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import TEMPS, is_temp
-from specdec_mlx.server.forced import grammar_of
+from specdec_mlx.server.forced import grammar_of, levels_of
+from specdec_mlx.server.protocols.turns import named, parts_in
 from specdec_mlx.server.requests import (
     AUTO,
     NONE,
@@ -66,7 +67,8 @@ def read_body(raw: bytes | bytearray) -> Object:
             )
     try:
         body = read_json(raw)
-        check_depth(body)
+        if any(islice(levels_of(body), DEEPEST, None)):
+            raise RecursionError(f"it has more than {DEEPEST} levels")
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise BodyError(f"The body of the request is no JSON: {error}") from error
     if isinstance(raw, bytearray):
@@ -93,21 +95,6 @@ def read_json(raw: bytes | bytearray) -> Any:
     return msgspec.json.decode(raw)
 
 
-def check_depth(value: Any) -> None:
-    """Raise RecursionError for a value with more than `DEEPEST` levels of lists and objects."""
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        inner = [
-            node.values() if isinstance(node, dict) else node
-            for node in level
-            if isinstance(node, dict | list)
-        ]
-        if not inner:
-            return
-        level = [child for children in inner for child in children]
-    raise RecursionError(f"it has more than {DEEPEST} levels")
-
-
 def without_nulls(body: Object) -> Object:
     """An object without its null fields, which are absent ones."""
     return {name: value for name, value in body.items() if value is not None}
@@ -125,7 +112,7 @@ def checked(value: Any, kind: type[S]) -> S:
     expected = words.replace("Expected", "expected").partition(", got ")[0]
     if name:
         expected = f"{name}: {expected.replace(' | null', '')}, got {shown(value)}"
-    raise RequestError(expected)
+    raise RequestError(expected, param=name or None)
 
 
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -148,22 +135,6 @@ class Tool(Struct, frozen=True):
     tools: list[Tool] = []
     mode: ToolMode = AUTO
     disable_parallel_tool_use: bool = False
-
-
-class TextPart(Struct):
-    """A part of a content that is a text."""
-
-    text: str
-
-
-class Prediction(Struct):
-    """A text that the answer is expected to resemble."""
-
-    content: str | list[str | TextPart]
-
-    def __str__(self) -> str:
-        parts = [self.content] if isinstance(self.content, str) else self.content
-        return "".join(part if isinstance(part, str) else part.text for part in parts)
 
 
 class Schema(Struct):
@@ -228,7 +199,7 @@ class Body(Struct, kw_only=True):
     frequency_context_size: Count | None = None
     logit_bias: dict[Count, float] = {}
     seed: int | None = None
-    prediction: Prediction | None = None
+    prediction: Object = {}
     drafter: str | Annotated[list[str], Meta(max_length=MOST_DRAFTERS)] | None = None
     num_draft_tokens: Any = None
     draft_length: Any = None
@@ -268,7 +239,7 @@ def fields_of(body: Object, kind: type[B]) -> B:
     return checked(given, kind)
 
 
-def text_request(body: Body) -> TextRequest:
+def text_request(body: Body, form: AnswerFormat | None = None) -> TextRequest:
     """A request with what all protocols say in the same way; raises RequestError."""
     penalties = {
         name: value
@@ -276,6 +247,7 @@ def text_request(body: Body) -> TextRequest:
         if (value := getattr(body, name)) or (value == 0 and name.endswith("size"))
     }
     drafters, seed = body.drafter, body.seed
+    predicted = parts_in(body.prediction.get("content"), "prediction: content")
     draft_length = body.draft_length if body.num_draft_tokens is None else body.num_draft_tokens
     return TextRequest(
         model=body.model,
@@ -291,8 +263,9 @@ def text_request(body: Body) -> TextRequest:
         },
         penalties=penalties | ({"logit_bias": body.logit_bias} if body.logit_bias else {}),
         seed=None if seed is None else seed % NUM_SEEDS,
-        prediction=str(body.prediction or ""),
+        prediction="".join(named(part, "text") for part in predicted),
         drafters=[drafters] if isinstance(drafters, str) else drafters,
+        grammar=None if form is None else form.grammar(),
         num_draft_tokens=_draft_length(draft_length),
         rule=_rule(body.rule),
         user=str(body.user or ""),

@@ -79,9 +79,7 @@ class ChoicesBody(Body, kw_only=True):
 
     def request(self) -> TextRequest:
         """A request without its prompt; raises RequestError."""
-        request = text_request(self)
-        if self.response_format is not None:
-            request.grammar = self.response_format.grammar()
+        request = text_request(self, self.response_format)
         request.stop = texts(self.stop)
         if not isinstance(self.logprobs, bool):
             request.num_logprobs = self.logprobs

@@ -75,6 +75,7 @@ ERRORS = {
     500: "api_error",
     503: "overloaded_error",
 }
+UNKNOWN = "stop_reason", "stop_sequence", "usage"  # null at first
 EMPTY: dict[str, Object] = {
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},
@@ -175,7 +176,8 @@ def read(body: Object) -> Asked:
     fields = fields_of(body, MessagesBody)
     if fields.thread:  # clients that are told so send the whole conversation
         raise RequestError("thread: nothing is kept here. Send all messages again.", NO_THREADS)
-    request = text_request(fields)
+    thinking, config = fields.thinking, fields.output_config
+    request = text_request(fields, config.format or fields.output_format)
     turns = Turns()
     for block in parts_in(fields.system, "system"):
         if not (text := _text(block)).startswith(BILLING):
@@ -192,9 +194,6 @@ def read(body: Object) -> Asked:
     request.parallel_calls = not fields.tool_choice.disable_parallel_tool_use
     request.stop = texts(fields.stop_sequences)
     request.user = str(fields.metadata.get("user_id") or request.user)
-    thinking, config = fields.thinking, fields.output_config
-    if form := config.format or fields.output_format:
-        request.grammar = form.grammar()
     if thinking.type:
         enabled = {"enable_thinking": thinking.type != "disabled"}
         request.template = enabled | request.template
@@ -219,15 +218,9 @@ class MessageStream(ItemStream):
     kinds = "text", "thinking"
 
     def __init__(self, asked: Asked) -> None:
-        super().__init__(asked)
-        self.whole = {
-            "id": asked.id,
-            "type": "message",
-            "role": "assistant",
-            "model": asked.model,
-            "content": [],
-            **dict.fromkeys(("stop_reason", "stop_sequence", "usage")),
-        }
+        whole = {"id": asked.id, "type": "message", "role": "assistant", "model": asked.model}
+        super().__init__(asked, whole)
+        self.whole |= {"content": self.items, **dict.fromkeys(UNKNOWN)}
 
     def write(self, choice: int, event: Event) -> Sent:
         """The bytes of an event."""
@@ -239,14 +232,11 @@ class MessageStream(ItemStream):
             yield _event("message_start", message=self.whole)
         yield from super().write(choice, event)
 
-    def called(self, event: CallBegan) -> Object:
-        """A block of a call."""
-        return {"type": "tool_use", "id": event.id, "name": event.name}
-
-    def add(self) -> Sent:
+    def add(self, call: CallBegan | None) -> Sent:
         """Begin a block."""
+        if call is not None:
+            self.item |= {"type": "tool_use", "id": call.id, "name": call.name}
         self.item |= EMPTY[self.item["type"]]
-        self.whole["content"].append(self.item)
         yield self._of_block("start", content_block=self.item)
 
     def grow(self, text: str, logprobs: Sequence[TokenLogprob]) -> Sent:
@@ -293,7 +283,7 @@ class MessageStream(ItemStream):
         return self._of_block("delta", delta={"type": kind, name: text})
 
     def _of_block(self, step: str, **more: Any) -> bytes:
-        index = len(self.whole["content"]) - 1
+        index = len(self.items) - 1
         return _event(f"content_block_{step}", index=index, **more)
 
 

@@ -96,7 +96,7 @@ def openai_error(error: Exception, status: HTTPStatus) -> Object:
     said = {
         "message": words_of(error, status),
         "type": "server_error" if is_server else "invalid_request_error",
-        "param": None,
+        "param": getattr(error, "param", None),
         "code": getattr(error, "code", None) or status,
     }
     return {"error": said}
@@ -105,16 +105,20 @@ def openai_error(error: Exception, status: HTTPStatus) -> Object:
 class ItemStream(Stream):
     """A streamed reply of items, one after another: each is added, grows, and is closed.
 
-    kinds: of items that are answers, and thoughts. whole: the reply so far. item, text: the open
-    item, {} for none, and what it has grown by.
+    Attributes:
+        kinds: the types of items that are answers, and of thoughts.
+        whole: the reply so far.
+        items: the reply's items.
+        item: the open item, {} for none.
+        text: the text of the open item.
     """
 
     kinds: tuple[str, str]
-    whole: Object
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, whole: Object) -> None:
         super().__init__(asked)
-        self.item, self.text = Object(), ""
+        self.items, self.item, self.text = list[Object](), Object(), ""
+        self.whole = whole
 
     def write(self, choice: int, event: Event) -> Sent:
         """The bytes of an event."""
@@ -122,10 +126,10 @@ class ItemStream(Stream):
             case Said() if event.text or event.logprobs:
                 kind = self.kinds[event.is_thought]
                 if self.item.get("type") != kind:
-                    yield from self._next({"type": kind})
+                    yield from self._next(kind)
                 yield from self._more(event.text, event.logprobs)
             case CallBegan():
-                yield from self._next(self.called(event))
+                yield from self._next("", event)
                 yield from self._more(event.text)
             case CallArguments():
                 yield from self._more(event.text)
@@ -136,10 +140,11 @@ class ItemStream(Stream):
                 yield from self._end("incomplete" if is_cut else "completed")
                 yield from self.finish(event)
 
-    def _next(self, item: Object) -> Sent:
+    def _next(self, kind: str, call: CallBegan | None = None) -> Sent:
         yield from self._end("completed")
-        self.item, self.text = item, ""
-        yield from self.add()
+        self.item, self.text = {"type": kind}, ""
+        self.items.append(self.item)
+        yield from self.add(call)
 
     def _more(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Sent:
         self.text += text
@@ -152,12 +157,8 @@ class ItemStream(Stream):
             self.item = {}
 
     @abstractmethod
-    def called(self, event: CallBegan) -> Object:
-        """A call as an item."""
-
-    @abstractmethod
-    def add(self) -> Sent:
-        """Begin the open item, which has a type, and what `called` gives."""
+    def add(self, call: CallBegan | None) -> Sent:
+        """Begin the open item, which has a type unless it is a call."""
 
     @abstractmethod
     def grow(self, text: str, logprobs: Sequence[TokenLogprob]) -> Sent:

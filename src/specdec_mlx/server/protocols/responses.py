@@ -208,7 +208,7 @@ def read(body: Object) -> Asked:
         if body.get(name):
             raise RequestError(f"{name}: nothing is kept here. Send all of the input again.")
     fields = fields_of(body, ResponsesBody)
-    request, turns, tools = text_request(fields), Turns(), fields.tools
+    request, turns, tools = text_request(fields, fields.text.format), Turns(), fields.tools
     if fields.instructions:
         turns.say("system", joined(fields.instructions, "instructions"))
     items = fields.input
@@ -225,8 +225,6 @@ def read(body: Object) -> Asked:
     offered: dict[str, Object] = {}
     request.tools = list(_tools(tools, offered))
     choose_tool(request, fields.tool_choice)
-    if fields.text.format is not None:
-        request.grammar = fields.text.format.grammar()
     think(request, fields.reasoning.effort)
     if LOGPROBS in fields.include or fields.top_logprobs:
         request.num_logprobs = max(0, fields.top_logprobs)
@@ -250,15 +248,12 @@ class ResponseStream(ItemStream):
     kinds = "message", "reasoning"
 
     def __init__(self, asked: Asked) -> None:
-        super().__init__(asked)
-        self.whole = {
-            "id": asked.id,
-            "object": "response",
+        super().__init__(asked, {"id": asked.id, "object": "response", "model": asked.model})
+        self.whole |= {
             "created_at": asked.created,
-            "status": "in_progress",
-            "model": asked.model,
-            "output": [],
+            "output": self.items,
             "store": False,
+            **STATUS,
             **dict.fromkeys(UNKNOWN),
             **{name: asked.body.get(name) or value for name, value in ECHOED.items()},
             "parallel_tool_calls": asked.requests[0].parallel_calls,
@@ -271,16 +266,13 @@ class ResponseStream(ItemStream):
         for kind in ("created", "in_progress"):
             yield self._event(kind, response=self.whole)
 
-    def called(self, event: CallBegan) -> Object:
-        """An item of a call."""
-        how = self.asked.tools.get(event.name, {"type": "function_call"})
-        return {"call_id": event.id, "name": event.name, **how}
-
-    def add(self) -> Sent:
+    def add(self, call: CallBegan | None) -> Sent:
         """Add an item, and its part."""
+        if call is not None:
+            how = self.asked.tools.get(call.name, {"type": "function_call"})
+            self.item |= {"call_id": call.id, "name": call.name, **how}
         growth = self._growth
         self.item |= {"id": f"{growth.prefix}_{uuid4().hex}", **deepcopy(growth.empty)}
-        self.whole["output"].append(self.item)
         yield self._of_item("output_item.added", item=self.item)
         self._holder = self.item
         if growth.part:
@@ -345,8 +337,7 @@ class ResponseStream(ItemStream):
         return self._of_item(kind, item_id=self.item["id"], **more)
 
     def _of_item(self, kind: str, **more: Any) -> bytes:
-        index = len(self.whole["output"]) - 1
-        return self._event(kind, output_index=index, **more)
+        return self._event(kind, output_index=len(self.items) - 1, **more)
 
     def _event(self, kind: str, **more: Any) -> bytes:
         self._number += 1

@@ -51,10 +51,6 @@ def _marks(tokenizer: Any, has_calls: bool, is_plain: bool) -> dict[str, dict[st
     return marks
 
 
-def _without_text(event: Event) -> Event:
-    return replace(event, text="") if isinstance(event, CallBroken) else event
-
-
 NUM_BEFORE = 8  # tokens of the prompt's end that a text is detokenized with
 
 
@@ -299,7 +295,10 @@ class TextState:
         assert call is not None
         events = call.close(mark, is_whole=is_whole)
         if self._is_forced:
-            events = [_without_text(event) for event in events]
+            events = [
+                replace(event, text="") if isinstance(event, CallBroken) else event
+                for event in events
+            ]
         self.num_calls += call.num_whole
         self._num_begun = call.index
         if call.is_full:
