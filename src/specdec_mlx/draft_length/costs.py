@@ -31,6 +31,7 @@ PLAIN_EVERY = 128  # rounds after which a plain round is measured anew
 FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
 
 
+SINGLE = 2.0  # bound of a width that was measured once, in excesses of the prior over one row
 MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: no draft pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
@@ -91,8 +92,7 @@ class CostModel:
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
     the measured one. plain: seconds of passes over one row; seconds: their median. ratios: rows ->
     measured costs. most_rows: of the widest pass that may be tried, a few, or 4 times the
-    widest so far. needs_plain: True if a plain round is due. doubted: samples that the
-    latest measurement belongs to, and the measurement, while it is in doubt; or None.
+    widest so far. needs_plain: True if a plain round is due.
     """
 
     prior: Curve = MILDEST
@@ -106,7 +106,7 @@ class CostModel:
     _num_rounds: int = 0
     _due: int = 0
     _num_odd: int = 0
-    doubted: tuple[deque[float], float] | None = None
+    _doubted: tuple[deque[float], float] | None = None
 
     def __post_init__(self) -> None:
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
@@ -136,7 +136,7 @@ class CostModel:
             spacing = 0
         elif self._num_odd:
             self._believe()
-        self.doubted, self._num_odd = None, 0
+        self._doubted, self._num_odd = None, 0
         self._due = self._num_rounds + spacing
 
     def measure(
@@ -160,16 +160,15 @@ class CostModel:
         self._num_odd = (self._num_odd + 1) * (is_low or known * MOVED < ratio)
         if self._num_odd > (0 if is_low else min(NUM_PLAIN, len(samples))):
             self._due = self._num_rounds
-        self.doubted = samples, (ratio - less) / shares
+        self._doubted = samples, (ratio - less) / shares
         if not 0 < self._num_odd <= NUM_PLAIN:
             self._believe()
 
     def _believe(self) -> None:
         """Add the latest measurement to its samples."""
-        if self.doubted is not None:
-            samples, cost = self.doubted
+        if self._doubted is not None:
+            samples, cost = self._doubted
             samples.append(cost)
-            self.doubted = None
             self._fit()
 
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
@@ -194,11 +193,11 @@ class CostModel:
                 excess[rows] = self.prior(rows) - 1.0
             believed = excess[rows]
             # Others use the machine too: it is slow by chance, never quick. So the lower quartile,
-            # and a single measurement makes no pass dearer than the prior says.
+            # and a single measurement proves little.
             num = len(samples)
-            is_known = num >= NUM_PLAIN
-            low = sorted(samples if is_known else [1.0 + believed, *samples])
-            ratio = min(low[num // (4 if is_known else 2)], 1.0 + rows)
+            ratio = min(sorted(samples)[num // 4], 1.0 + rows) if num else 1.0
+            if num == 1:
+                ratio = min(ratio, 1.0 + SINGLE * believed)
             found[rows] = ratio, num
             measured += num * (ratio - 1.0)
             expected += num * believed

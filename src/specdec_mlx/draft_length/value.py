@@ -481,10 +481,7 @@ class Auto(DraftLength):
         if not round_.drafted and cost == 1.0 and round_.steady:
             prices.cost_model.add(round_.fed, round_.pass_seconds)
         prices.context = round_.context
-        is_doubted = prices.cost_model.doubted is not None  # its cost is not known
-        prices.update(
-            self.tuning.cost_model(prices.context), round_.emitted, 0.0 if is_doubted else cost
-        )
+        prices.update(self.tuning.cost_model(prices.context), round_.emitted, cost)
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if seconds are needed that a slow caller would hide."""
