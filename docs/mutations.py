@@ -96,7 +96,8 @@ SHOWN = "What `repr` shows."
 ONES = "Times one is divided by one."
 EQUIVALENT: dict[str, str] = {
     "rules.point_mass: `-1` → `+1`": TWO_AXES,
-    "rules.log_where_positive: `1` → `2`": "What it yields for p = 0 is multiplied by p.",
+    "lab/papers/lossy.log_where_positive: `1` → `2`": "What it yields for p = 0 is multiplied "
+    "by p.",
     "rules.at: `-1` → `+1`": TWO_AXES,
     "rules.with_zero_row: `-1` → `+1`": TWO_AXES,
     "rules.Block.accept_probs: `-1` → `+1`": TWO_AXES,

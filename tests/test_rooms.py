@@ -36,7 +36,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 TOTALS = {
     "files": 206,
     "numeric constants": 181,
-    "protocols": 21,
+    "protocols": 15,
     "public names": 20,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
@@ -54,10 +54,10 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 22_900,
-    "library": 124_000,
+    "core": 22_550,
+    "library": 123_500,
     "lab": 73_500,
-    "server": 44_700,
+    "server": 44_200,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

@@ -54,7 +54,6 @@ from specdec_mlx.sequence import (
 )
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target import LazyPass, StepwisePass, Verifier, check_model
-from specdec_mlx.token_ids import to_ids
 
 SHORT = 8  # texts of at most so many tokens are drafted from their first pass on
 
@@ -381,7 +380,7 @@ class Generation:
     def feed(self, num_tokens: int) -> None:
         """Feed the next tokens of the text, at most so many, for the caches alone."""
         start, size = self.target.rollback.position, min(num_tokens, self.options.prefill_step_size)
-        tokens = to_ids(self.sequence.tokens[start : start + size])
+        tokens = mx.array(self.sequence.tokens[start : start + size], mx.uint32)
         self.target.feed(tokens, self.sequence.embeddings_from(start, size))
         if self.drafting.features is not None:
             self.drafting.features.show_fed(start)

@@ -143,12 +143,6 @@ def capped_ratio(p: Any, q: Any) -> Any:
     return namespace_of(p).minimum(ratio(p, q), 1)
 
 
-def log_where_positive(probs: Any) -> Any:
-    """log p, with 0 for p = 0."""
-    xp = namespace_of(probs)
-    return xp.log(xp.where(probs > 0, probs, 1))
-
-
 def at(probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]) -> Float[Array, " k"]:
     """probs[i, tokens[i]] for each row i; [K]."""
     return namespace_of(probs).take_along_axis(probs, tokens[:, None], axis=-1)[:, 0]

@@ -22,7 +22,6 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 from specdec_mlx.arguments import require
 from specdec_mlx.contracts import LogitsProcessor
-from specdec_mlx.token_ids import to_list
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -267,7 +266,8 @@ class Noise:
     def from_global_state(cls) -> Noise:
         """Noise seeded by one draw from MLX's global state, so that `mx.random.seed` governs it."""
         bits = 24  # a random integer is drawn as a float32, which has no more
-        low, middle, high = to_list(mx.random.randint(0, 1 << bits, shape=(3,)))
+        drawn: Any = mx.random.randint(0, 1 << bits, shape=(3,)).tolist()
+        low, middle, high = drawn
         return cls(low | middle << bits | high << 2 * bits, is_given=False)
 
     def key(self, purpose: str, position: int) -> mx.array:

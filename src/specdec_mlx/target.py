@@ -433,7 +433,6 @@ class Verifier:
         self.remembers = self.next_token.remembers
         is_opaque = self.next_token.by_row or self.next_token.sampling is None
         self.rule = make_rule(options.rule, is_seeded=noise.is_given and not is_opaque)
-        self.tree_rule = tree_rule_for(self.rule)
         if is_opaque and needs_distribution(self.rule):
             raise ValueError(
                 f"rule={self.rule.name!r} needs the target's distribution, and a sampler or "
@@ -549,6 +548,11 @@ class Verifier:
             ]
         limit = min(limits)
         return None if limit == inf else int(limit)
+
+    @cached_property
+    def tree_rule(self) -> Any:
+        """The rule's counterpart for trees, None where it has none."""
+        return tree_rule_for(self.rule)
 
     def takes_trees(self) -> bool:
         """True if a tree may be verified now, in one pass; a warning, once a model, if not."""

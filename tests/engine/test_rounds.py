@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -354,3 +356,62 @@ def test_no_drafter_is_asked_and_no_draft_model_runs_before_the_first_token(
     if length == 4:
         assert ("look-up" in which) == (len(look_up.limits) > 0)
         assert ("model" in which) == (not all(is_target for is_target, _ in passes))
+
+
+# What a text leaves as it goes --------------------------------------------------------------------
+
+
+def test_buffers_are_freed_after_every_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "CLEAR_CACHE_EVERY", 4)
+    monkeypatch.setattr(mx, "clear_cache", freed := Mock())
+    tokens = sd.speculate(target(), PROMPT, max_tokens=12)
+    counts = [freed.call_count for _ in tokens]
+    assert [count - counts[0] for count in counts] == [n // 4 for n in range(1, 13)]
+
+
+def test_the_prompt_is_reported_as_read_before_the_first_token() -> None:
+    seen: list[tuple[int, int]] = []
+    tokens = sd.speculate(
+        target(), PROMPT, max_tokens=4, prompt_progress_callback=lambda *part: seen.append(part)
+    )
+    with closing(tokens):
+        next(tokens)
+    assert seen[-1] == (len(PROMPT), len(PROMPT))
+
+
+class Noting(Fixed):
+    """A fixed length that keeps the account of every round."""
+
+    def record(self, round_: RoundRecord) -> None:
+        vars(self).setdefault("rounds", []).append(round_)
+
+
+def test_a_round_is_told_how_long_the_text_in_the_caches_was() -> None:
+    """Prompt and text but for the tokens that its pass fed."""
+    length = Noting(2)
+    drafter = scripted.OracleDrafter(plain(20), VOCAB)
+    list(sd.speculate(target(), PROMPT, drafter, max_tokens=10, num_draft_tokens=length))
+    rounds: list[RoundRecord] = vars(length)["rounds"]
+    ends = accumulate((round_.emitted for round_ in rounds), initial=len(PROMPT))
+    assert [round_.context for round_ in rounds] == [end - 1 for end in ends][:-1]
+
+
+def test_the_way_back_is_dropped_after_rounds_without_a_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there is a drafter: a text without one has its way back once, for the prompt."""
+    drop, dropped = Rollback.drop_checkpoints, list[int]()
+
+    def noting(rollback: Rollback) -> None:
+        dropped.append(rollback.position)
+        drop(rollback)
+
+    monkeypatch.setattr(Rollback, "drop_checkpoints", noting)
+    nothing = scripted.ScriptedDrafter(lambda emitted, limit: [])
+    counts = []
+    for drafter in (None, nothing):
+        dropped.clear()
+        list(sd.speculate(target(), PROMPT, drafter, max_tokens=10, num_draft_tokens=2))
+        counts.append(len(dropped))
+    assert counts[0] == 1
+    assert counts[1] >= 6

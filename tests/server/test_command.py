@@ -209,7 +209,7 @@ WRONG = {
     "--no-such-flag": "unrecognized arguments: --no-such-flag",
     "--port x": "invalid int value: 'x'",
     "--temp -1": "argument --temp: '-1'",
-    "--top-p nan": "argument --top-p: nan",
+    "--top-p nan": "argument --top-p: 'nan'",
     "--drafter eagle": "Unknown drafter 'eagle'",
     "--rule nothing": "Unknown rule 'nothing'",
     "--num-draft-tokens x": "'x': expected an int >= 0",

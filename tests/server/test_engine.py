@@ -356,6 +356,25 @@ def test_a_fault_is_told_to_its_client_alone(
     assert told(begin(engine, 0, **undrafted).wait()) == expected[0]
 
 
+def test_a_fault_where_a_text_joins_a_batch_is_told_to_its_client_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafter closes as it leaves the loop; the text that came is written all the same."""
+    expected = told(begin(engine, 0, drafters=["none"]).wait())
+
+    def failing(self: NGramSession, length: int) -> None:
+        raise RuntimeError("a fault was put here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NGramSession, "close", failing, raising=False)
+        victim = submit(engine, prompt=VICTIM, drafters=["ngram"], max_tokens=4000)
+        victim.until_text()
+        other = begin(engine, 0, drafters=["none"])
+        assert told(other.wait()) == expected
+        with pytest.raises(RuntimeError, match="a fault was put here"):
+            victim.wait()
+
+
 def test_a_batch_that_fails_is_told_to_all_and_the_next_is_served(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

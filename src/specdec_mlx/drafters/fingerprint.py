@@ -1,11 +1,8 @@
-"""Digests of models: from a few of their weights, or from all."""
+"""Digests of models, from a few of their weights."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import zlib
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,18 +37,3 @@ def _sample(array: mx.array) -> mx.array:
     places = np.linspace(0, array.size - 1, min(NUM_SAMPLES, array.size)).astype(np.int64)
     indices = np.unravel_index(places, array.shape)
     return array[tuple(mx.array(index) for index in indices)].astype(mx.float32)
-
-
-def content_digest(model: nn.Module, about: Any) -> str:
-    """Digest into which every bit of a model's parameters goes, and what else is said of it.
-
-    For what changes the text, such as caches on disk. about: ready for JSON, as the configuration.
-    The values themselves, since copies and archives may leave files' times as they were; a second
-    or less for a gigabyte, once for a loaded model.
-    """
-    told = json.dumps([type(model).__module__, about], sort_keys=True, default=str)
-    digest = hashlib.sha256(told.encode())
-    for name, array in sorted(tree_flatten(model.parameters())):
-        checksum = zlib.crc32(memoryview(array.reshape(-1).view(mx.uint8)))
-        digest.update(f"{name} {array.shape} {array.dtype} {checksum}\n".encode())
-    return digest.hexdigest()

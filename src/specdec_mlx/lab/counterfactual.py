@@ -185,11 +185,6 @@ class Counterfactual:
         self._tables.append(np.asarray(table, np.float64))
         self._accepted.append(num_accepted)
 
-    def merge(self, other: Counterfactual) -> None:
-        """Add all rounds of another account."""
-        self._tables += other._tables
-        self._accepted += other._accepted
-
     @property
     def rounds(self) -> int:
         """Rounds that had a draft."""

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from threading import Event as Flag
 from threading import Thread
@@ -283,15 +284,13 @@ class Engine:
         are written.
         """
         ticket, loaded = self._first_waiting(), self.models.loaded
-        if ticket is None or loaded is None or self._unloading:
+        if ticket is None or loaded is None or ticket.names != loaded.names:
             return False
-        if ticket.names != loaded.names:
+        if self._unloading or ticket.request.pictures:
             return False
-        try:
-            names = self.models.names_of(ticket.request)
-        except ValueError:  # its client is told when its turn comes
-            return False
-        return names == loaded.names and not ticket.request.pictures
+        with suppress(ValueError):  # its client is told when its turn comes
+            return self.models.loaded_for(ticket.request) is loaded
+        return False
 
     def _warm_up(self, loaded: Loaded) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""

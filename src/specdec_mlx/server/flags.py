@@ -57,13 +57,6 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * SIZES[found[2].upper()])
 
 
-def parse_seconds(text: str) -> float:
-    """A number of seconds above 0; ValueError for anything else."""
-    if not 0 < (seconds := float(text)) < inf:
-        raise ValueError(f"expected seconds above 0, got {text!r}")
-    return seconds
-
-
 def flag(value: Any, words: str, group: str = "", *, is_secret: bool = False, **how: Any) -> Any:
     """A setting with a flag of its name. value: where none is given. how: as argparse takes it."""
     if isinstance(value, bool):
@@ -146,7 +139,7 @@ class ServerSettings:
         None,
         "Seconds without a request after which the model's memory is given back; the next request "
         "loads it again (default: never)",
-        type=argument(parse_seconds),
+        type=number(float, 1e-3, 1e9),
         metavar="SECONDS",
     )
     pipeline: bool = flag(False, "Spread layers, not tensors, over the ranks.")

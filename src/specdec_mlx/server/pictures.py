@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
-from itertools import chain, repeat, takewhile
+from itertools import chain, repeat
 from secrets import token_hex
 from threading import Lock
 from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.server.prefix_files import num_common
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 from specdec_mlx.vision.model import VisionModel
 from specdec_mlx.vision.prompts import embed, encode
@@ -260,6 +261,4 @@ def _picture_in_template(tokenizer: Any) -> str:
     with_picture = _rendered(tokenizer, [{"type": "image"}, text]).partition(_PROBE)[0]
     if not end:
         return ""
-    pairs = zip(without, with_picture, strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return with_picture[common:]
+    return with_picture[num_common(without, with_picture) :]

@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import re
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,12 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import msgspec
+from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from specdec_mlx.caches import Rollback, leaves, strategy_for, wait_for
-from specdec_mlx.drafters.fingerprint import content_digest
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.files import read_text
 
@@ -90,8 +92,8 @@ class KeptPrefix:
         return KeptPrefix(self.place, self.tokens[:reached], caches, at)
 
 
-def num_common(one: list[int], other: list[int]) -> int:
-    """Tokens that two texts have in common at their beginnings."""
+def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Tokens, or characters, that two texts have in common at their beginnings."""
     least, most = 0, min(len(one), len(other))
     while least < most:  # halves are compared at once: texts are long
         half = (least + most + 1) // 2
@@ -255,3 +257,18 @@ def files_for(loaded: Loaded, settings: ServerSettings) -> PrefixFiles | None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = content_digest(loaded.model, about)[:16]
     return PrefixFiles(folder, key, settings.prompt_cache_limit)
+
+
+def content_digest(model: nn.Module, about: Any) -> str:
+    """Digest into which every bit of a model's parameters goes, and what else is said of it.
+
+    For what changes the text, such as caches on disk. about: ready for JSON, as the configuration.
+    The values themselves, since copies and archives may leave files' times as they were; a second
+    or less for a gigabyte, once for a loaded model.
+    """
+    told = json.dumps([type(model).__module__, about], sort_keys=True, default=str)
+    digest = hashlib.sha256(told.encode())
+    for name, array in sorted(tree_flatten(model.parameters())):
+        checksum = zlib.crc32(memoryview(array.reshape(-1).view(mx.uint8)))
+        digest.update(f"{name} {array.shape} {array.dtype} {checksum}\n".encode())
+    return digest.hexdigest()

@@ -19,17 +19,16 @@ from specdec_mlx.drafters.grammar import (
     GrammarProcessor,
     compiled_tokenizer,
 )
-from specdec_mlx.drafters.thoughts import ThoughtBudget
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import grammar_for, has_grammar, within
+from specdec_mlx.server.forced import ThoughtBudget, grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import check_length, encoded, read_prompt
+from specdec_mlx.server.prompts import check_length, encoded, read_prompt, too_long
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -155,8 +154,7 @@ class AskedText:
         check_ids(self.prompt.tokens, vocab_size_of(loaded.model))
         num_tokens = len(self.prompt.tokens)
         if (room := most - num_tokens + 1) < 1:  # the last token is not fed
-            words = f"The prompt has {num_tokens} tokens; there are {most} positions for a text."
-            raise RequestError(words, "context_length_exceeded", num_tokens, most)
+            raise too_long(num_tokens, most)
         self.max_tokens = min(given(given(request.max_tokens, settings.max_tokens), room), room)
         self.num_draft_tokens = given(request.num_draft_tokens, self.flags.num_draft_tokens)
         self.rule = given(request.rule, self.flags.rule)

@@ -61,15 +61,18 @@ class WritingAlone:
 
     @property
     def has_place(self) -> bool:
-        """True if the texts of the model can be rows; pictures are read first."""
-        is_read = self.generation is not None and self.generation.is_prefilled
-        return self.loaded.has_rows and (is_read or self.text.prompt.seen is None)
+        """True if another text may join: the texts of the model can be rows."""
+        return self.loaded.has_rows
 
     def with_another(self, text: AskedText) -> WritingTogether:
         """Both as rows of a batch; this text goes on from its caches."""
-        self._leave()
         batch = WritingTogether(self.loaded, self.settings, self.prefixes)
-        return batch.with_another(self.text).with_another(text)
+        try:
+            self._leave()
+            batch.with_another(self.text)
+        except Exception as error:
+            self.text.fail(error)
+        return batch.with_another(text)
 
     def _written(self) -> Generator[Token | None, None, None]:
         """The tokens of the text; None where a part of its prompt was read."""
@@ -118,6 +121,7 @@ class WritingAlone:
             if isinstance(token, Exception):
                 raise token
             if token is not None and self.text.give(token):
+                self.texts = []
                 self._leave()
             else:
                 self.text.ticket.check()
@@ -132,13 +136,13 @@ class WritingAlone:
 
     def close(self, error: Exception) -> None:
         """End the text. Its caches are kept unless it failed."""
-        if self.texts:
-            self._leave(keeps=isinstance(error, ConnectionError | ServerEndingError))
-            self.text.fail(error)
+        texts, self.texts = self.texts, []
+        for text in texts:
+            text.fail(error)
+        self._leave(keeps=isinstance(error, ConnectionError | ServerEndingError) and bool(texts))
 
     def _leave(self, *, keeps: bool = True) -> None:
         """Stop where the text is, and keep its caches."""
-        self.texts = []
         try:
             self._tokens.close()
         except CacheRollbackError as error:

@@ -44,7 +44,7 @@ def test_our_lossless_rules_keep_the_contract(name: str) -> None:
     lines = check_rule(make_rule(name))
     coins = ["coins"] if name in COIN_RULES else []
     assert parts(lines) == ["protocol", "purity", "greedy", *coins, "distribution"]
-    how = "36 enumerated, total variation at most" if coins else "20000 texts drawn, K = 2"
+    how = "48 enumerated, total variation at most" if coins else "20000 texts drawn, K = 2"
     assert how in lines[-1]
     assert ("drawn" in lines[-1]) != bool(coins)
 
@@ -163,10 +163,41 @@ class CountsOtherwise(Rejection):
         return coins.astype(mx.int32).sum() if is_mlx else super().num_accepted(coins)
 
 
+class WithoutMax(Rejection):
+    """The residual is p - q, which is negative where q is the larger."""
+
+    def next_probs(self, target_probs: Any, tokens: Any, draft_probs: Any, kept: Any) -> Any:
+        xp, p = namespace_of(target_probs), target_probs[kept]
+        left = p - xp.concatenate([draft_probs, 0 * target_probs[-1:]])[kept]
+        size = xp.abs(left).sum()
+        return xp.where(size > 0, left / xp.where(size > 0, size, 1), p)
+
+
+class UnnormalisedDraft(Rejection):
+    """q sums to 0.9."""
+
+    def accept_probs(self, target_probs: Any, draft_tokens: Any, draft_probs: Any) -> Any:
+        return super().accept_probs(target_probs, draft_tokens, 0.9 * draft_probs)
+
+    def next_probs(self, target_probs: Any, tokens: Any, draft_probs: Any, kept: Any) -> Any:
+        return super().next_probs(target_probs, tokens, 0.9 * draft_probs, kept)
+
+
+class Biased(Rejection):
+    """3% of the chance of token 0 goes to token 1, where that is possible."""
+
+    def next_probs(self, target_probs: Any, tokens: Any, draft_probs: Any, kept: Any) -> Any:
+        right, xp = super().next_probs(target_probs, tokens, draft_probs, kept), namespace_of
+        token = xp(right).arange(right.shape[-1])
+        moved = 0.03 * right[0] * (right[1] > 0)
+        return right + moved * (1.0 * (token == 1) - 1.0 * (token == 0))
+
+
 calls = itertools.count()
 
 BROKEN: dict[str, list[Any]] = {
     "protocol": [
+        WithoutMax(),
         SimpleNamespace(name="no decide"),
         Sound,
         type("NoName", (Sound,), {"name": None})(),
@@ -194,6 +225,8 @@ BROKEN: dict[str, list[Any]] = {
     "coins": [NotANumber(), Unnormalised(), OnlyNumPy(), CountsOtherwise()],
     "distribution": [
         CoinsFromTheNextToken(),
+        UnnormalisedDraft(),
+        Biased(),
         # drafts from the target's own noise, some of which is there again next round
         type("SharedNoise", (Block,), {"shares_noise": True})(),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
+from typing import Any
 
 from jaxtyping import Bool, Float, Integer
 
@@ -20,7 +21,6 @@ from specdec_mlx.rules import (
     acceptance_probability,
     at,
     leading_run,
-    log_where_positive,
     namespace_of,
     row,
 )
@@ -122,3 +122,9 @@ class Typical(TreeCoinRule, CoinRule):
 
 LOSSY: dict[str, type[CoinRule]] = {"lenient": Lenient, "typical": Typical}
 """The rules by the names that `pyproject.toml` gives them."""
+
+
+def log_where_positive(probs: Any) -> Any:
+    """log p, with 0 for p = 0."""
+    xp = namespace_of(probs)
+    return xp.log(xp.where(probs > 0, probs, 1))

@@ -78,13 +78,12 @@ class TreeOf(FirstOf):
             session = drafter.begin(list(prompt), context_for(drafter, context))
             keyed.append((key_of(drafter), session))
         is_free = all(is_cheap(session) for _, session in keyed)
-        if is_free:
-            return LookUpTree(self.key, keyed)
-        return TreeSession(self.key, keyed, is_coupled=context.coupled)
+        kind = LookUpTree if is_free else TreeSession
+        return kind(self.key, keyed, is_coupled=context.coupled)
 
 
 class TreeSession(CombinedSession):
-    """One generation of drafters whose drafts are one tree, some of which cost time.
+    """One generation of drafters whose drafts are one tree.
 
     key: of their drafter. is_coupled: whatever is drafted, the target's own draws are what is kept.
     """
@@ -93,13 +92,13 @@ class TreeSession(CombinedSession):
 
     def __init__(self, key: str, keyed: Sequence[tuple[str, Session]], *, is_coupled: bool) -> None:
         super().__init__(keyed)
+        self.key, self.is_coupled = key, is_coupled
         self.groups = [[(key, self)]]
-        self.is_coupled = is_coupled
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens, as many of each drafter that costs time."""
         cheap = [is_cheap(part) for _, part in self.parts]
-        share = -(-limit // cheap.count(False))
+        share = -(-limit // max(1, cheap.count(False)))
         self.drafts = [
             part.propose(limit if is_free else share)
             for (_, part), is_free in zip(self.parts, cheap, strict=True)
@@ -124,23 +123,8 @@ class TreeSession(CombinedSession):
                 part.observe(tokens[end:])
 
 
-class LookUpTree(CombinedSession):
-    """One generation of look-ups, whose chains are merged into one tree.
-
-    key: of their drafter.
-    """
-
-    def __init__(self, key: str, keyed: Sequence[tuple[str, Session]]) -> None:
-        super().__init__(keyed)
-        self.key = key
-        self.groups = [[(key, self)]]
-
-    def propose(self, limit: int) -> Draft:
-        """All that each of them proposes, merged where they agree."""
-        drafts = [draft for _, part in self.parts if len(draft := part.propose(limit))]
-        if len(drafts) > 1 and drafts[0].logprobs is None:
-            return merged([d for d in drafts if d.logprobs is None]).head(limit)
-        return drafts[0] if drafts else NO_DRAFT
+class LookUpTree(TreeSession):
+    """One generation of look-ups, whose chains the automatic draft length makes into one tree."""
 
     def propose_tree(self, limit: int, values: Auto, may_fork: Callable[[], bool]) -> Draft:
         """The tree, or the chain, of all their chains that is worth most."""

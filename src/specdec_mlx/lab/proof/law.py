@@ -24,7 +24,7 @@ from specdec_mlx.trees.shape import path_to
 
 NUM_STATES = 7
 SHAPES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (5, 1))
-"""Pairs (V, K) whose rounds `enumerated` goes through."""
+"""Vocabulary and draft length, V and K, of each of the `pairs`."""
 
 Tokens = tuple[int, ...]
 
@@ -246,17 +246,23 @@ class Comparison:
 
 def enumerated(rule: CoinRule, to: Callable[[Any], Any] = np.asarray) -> Iterator[Comparison]:
     """Every outcome of a round on small vocabularies; distributions change with the text."""
+    for target, draft, num_draft, how in pairs():
+        rounds = Rounds(target, Drawn(draft, up_to(num_draft)), ByRule(rule, to=to))
+        own = continued(target, {(): 1.0}, num_draft + 1)
+        yield Comparison(rounds.joint(1, num_draft + 1), own, how)
+
+
+def pairs() -> Iterator[tuple[Source, Source, int, str]]:
+    """Targets and drafts, ordinary ones and the extremes, with K and with words for them."""
     for vocab_size, num_draft in SHAPES:
         p, q = sources(vocab_size, vocab_size + num_draft)
-        sure = Source(one_hots(q.probs))
+        sure, certain = Source(one_hots(q.probs)), Source(one_hots(p.probs))
         likely = p.probs * (1 - one_hots(-p.probs))
         some = Source(likely / likely.sum(axis=-1, keepdims=True))
-        for target, draft in (p, q), (p, p), (some, q), (q, some), (p, sure), (some, sure):
-            rounds = Rounds(target, Drawn(draft, up_to(num_draft)), ByRule(rule, to=to))
-            own = continued(target, {(): 1.0}, num_draft + 1)
+        drawn = (p, q), (p, p), (some, q), (q, some), (certain, q)
+        for target, draft in (*drawn, (p, sure), (some, sure), (certain, sure)):
             kind = "point masses" if draft is sure else "drawn"
-            how = f"K = {num_draft} {kind}, V = {vocab_size}"
-            yield Comparison(rounds.joint(1, num_draft + 1), own, how)
+            yield target, draft, num_draft, f"K = {num_draft} {kind}, V = {vocab_size}"
 
 
 def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:

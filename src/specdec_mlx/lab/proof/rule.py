@@ -35,6 +35,7 @@ from specdec_mlx.lab.proof.law import (
     enumerated,
     moved_on,
     one_hots,
+    pairs,
     sources,
     state_after,
 )
@@ -106,19 +107,15 @@ class Question:
 
 
 def questions(sampler: Callable[[mx.array], mx.array]) -> Iterator[Question]:
-    """Drafts of 1 to 3 tokens, drawn and point masses, easy ones and the extremes."""
-    for seed, vocab_size in enumerate((2, 3, 5, 9) * 2):
-        rng, noise, num_tokens = np.random.default_rng(seed), Noise(seed), 1 + seed % 3
-        p = rng.dirichlet(np.ones(vocab_size), num_tokens + 1)
-        other = rng.dirichlet(np.ones(vocab_size), num_tokens)
-        likely = np.where(p >= np.median(p, axis=-1, keepdims=True), p, 0)
-        without_some = likely / likely.sum(axis=-1, keepdims=True)
-        for q in (other, p[:-1], one_hots(other), one_hots(-p[:-1])):
-            tokens = tuple(int(rng.choice(vocab_size, p=row)) for row in q)
-            for own in (p, one_hots(p), without_some):
-                yield Question(_log(own), tokens, _log(q), sampler, noise)
-        for copied in (rng.integers(vocab_size, size=num_tokens), np.argmax(p[:-1], axis=-1)):
-            yield Question(_log(p), tuple(copied.tolist()), None, sampler, noise)
+    """Drafts of 1 to 3 tokens, each as one that was drawn and as a point mass."""
+    for seed, (target, draft, num_draft, _) in enumerate([*pairs(), *pairs()]):
+        rng, tokens = np.random.default_rng(seed), tuple[int, ...]()
+        for _ in range(num_draft):
+            probs = draft.after(0, tokens)
+            tokens = (*tokens, int(rng.choice(len(probs), p=probs)))
+        logprobs, draft_logprobs = _log(target.along(0, tokens)), _log(draft.along(0, tokens)[:-1])
+        for declared in (draft_logprobs, None):
+            yield Question(logprobs, tokens, declared, sampler, Noise(seed))
 
 
 def second_best(logprobs: mx.array) -> mx.array:

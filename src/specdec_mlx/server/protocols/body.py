@@ -214,19 +214,20 @@ class Body(Struct, kw_only=True):
 B = TypeVar("B", bound=Body)
 SAMPLING = {
     "temperature": "temp",
-    **{name: name for name in ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")},
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "top_k": "top_k",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
 }
 """Fields that are arguments of `Sampling`, with their names there."""
 
-PENALTIES = tuple(
-    f"{kind}_{name}"
-    for kind in ("repetition", "presence", "frequency")
-    for name in ("penalty", "context_size")
-)
+PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+SIZES = "repetition_context_size", "presence_context_size", "frequency_context_size"
 """Fields that are arguments of mlx-lm's `make_logits_processors`."""
 
 LENGTHS = "max_completion_tokens", "max_output_tokens", "max_tokens"
-"""Names of the most tokens of an answer; the first one that is there counts."""
+"""Names of the most tokens of an answer; the first of them that a body has counts."""
 
 
 def fields_of(body: Object, kind: type[B]) -> B:
@@ -241,11 +242,8 @@ def fields_of(body: Object, kind: type[B]) -> B:
 
 def text_request(body: Body, form: AnswerFormat | None = None) -> TextRequest:
     """A request with what all protocols say in the same way; raises RequestError."""
-    penalties = {
-        name: value
-        for name in PENALTIES
-        if (value := getattr(body, name)) or (value == 0 and name.endswith("size"))
-    }
+    penalties = {name: value for name in PENALTIES if (value := getattr(body, name))}
+    sizes = {name: value for name in SIZES if (value := getattr(body, name)) is not None}
     drafters, seed = body.drafter, body.seed
     predicted = parts_in(body.prediction.get("content"), "prediction: content")
     draft_length = body.draft_length if body.num_draft_tokens is None else body.num_draft_tokens
@@ -255,13 +253,13 @@ def text_request(body: Body, form: AnswerFormat | None = None) -> TextRequest:
         draft_model=body.draft_model,
         parallel_calls=body.parallel_tool_calls,
         template=dict(body.chat_template_kwargs),
-        max_tokens=next((n for n in map(body.__getattribute__, LENGTHS) if n is not None), None),
+        max_tokens=body.max_completion_tokens or body.max_output_tokens or body.max_tokens,
         sampling={
             own: value
             for name, own in SAMPLING.items()
             if (value := getattr(body, name)) is not None
         },
-        penalties=penalties | ({"logit_bias": body.logit_bias} if body.logit_bias else {}),
+        penalties=penalties | sizes | ({"logit_bias": body.logit_bias} if body.logit_bias else {}),
         seed=None if seed is None else seed % NUM_SEEDS,
         prediction="".join(named(part, "text") for part in predicted),
         drafters=[drafters] if isinstance(drafters, str) else drafters,

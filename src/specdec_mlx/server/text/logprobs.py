@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from specdec_mlx.drafters.shared_vocabulary import Spelling
 from specdec_mlx.errors import TokenizerMismatchError
+from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.requests import TokenLogprob
 from specdec_mlx.token_ids import read_all
 
-_spellings: WeakKeyDictionary[Any, Spelling | None] = WeakKeyDictionary()
+
+def _spelling(tokenizer: Any) -> Spelling | None:
+    """The tokens of a tokenizer in bytes; None if each has to be decoded by itself."""
+    try:
+        return Spelling(tokenizer)
+    except TokenizerMismatchError:
+        return None
+
+
+spelling_of = PerModel(_spelling)
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
     """A token's text as bytes, which may be a part of a character; b"" for one without a text."""
-    if tokenizer not in _spellings:
-        try:
-            _spellings[tokenizer] = Spelling(tokenizer)
-        except TokenizerMismatchError:  # then each token is decoded by itself
-            _spellings[tokenizer] = None
-    spelling = _spellings[tokenizer]
-    if spelling is not None:
+    if (spelling := spelling_of(tokenizer)) is not None:
         return spelling.spelled.get(token, spelling.special.get(token, "").encode())
     return str(tokenizer.decode([token])).encode() if token < len(tokenizer) else b""
 
