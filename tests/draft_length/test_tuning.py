@@ -112,7 +112,7 @@ def test_a_width_is_dear_once_several_rounds_say_so_and_the_machine_is_as_quick_
     assert after(8.0, 4.0, 4.0) > 3.5
     assert after(8.0, 4.0, 4.0, 1.3) < 1.5
     assert after(1.2) < prior
-    assert after(20.0, 15.0, 40.0, plain=20.0) == prior
+    assert after(20.0, 15.0, plain=20.0) == prior
 
 
 def test_a_plain_round_is_measured_first_and_again_after_many_drafts() -> None:
