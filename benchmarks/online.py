@@ -35,7 +35,7 @@ from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.pair import held_out_openings
 from specdec_mlx.lab.prompts import read_prompts
 from specdec_mlx.lab.tables import markdown_table
-from specdec_mlx.lab.training.online import OnlineDraftModel, OnlineTrainer, learning_on
+from specdec_mlx.lab.training.online import OnlineDrafter, OnlineTrainer, learning_on
 from specdec_mlx.lab.training.run import PLAN
 from specdec_mlx.lab.training.trainees import Recipe, draft_model
 from specdec_mlx.loop import speculate
@@ -79,12 +79,12 @@ def records(num: int, seed: int) -> list[str]:
     return texts
 
 
-def learner_of(draft: str | Path, target: nn.Module, folder: Path) -> OnlineDraftModel:
+def learner_of(draft: str | Path, target: nn.Module, folder: Path) -> OnlineDrafter:
     """A draft model that learns on, of any folder; it is not saved."""
     model, tokenizer = load_model(draft)
     trainer = OnlineTrainer(draft_model(Recipe(target, init=str(draft))), target)
     drafter = ModelDrafter(model, tokenizer, tokenizers="same")
-    return OnlineDraftModel(drafter, trainer, folder, "float32")
+    return OnlineDrafter(drafter, trainer, folder, "float32")
 
 
 def count(

@@ -103,6 +103,8 @@ EQUIVALENT: dict[str, str] = {
     "rules.Block.accept_probs: `-1` → `+1`": TWO_AXES,
     "rules.Block: `True` → `False`": GREEDY,
     "rules.Rejection: `True` → `False`": GREEDY,
+    "rules.Block.accept_probs: `xp.where(xp.isnan(mass), weights, 1)` → `weights`": "Where the row "
+    "is a distribution, 0/0 has the weight 1.",
     "rules.Block: `True` → `False` (again)": FROZEN,
     "rules.CoinRule: `False` → `True`": "Every rule of ours says it for itself.",
     "rules.running_weights: `xp.ones_like` → `xp.zeros_like`": "It keeps the place of p_0; "
@@ -112,6 +114,10 @@ EQUIVALENT: dict[str, str] = {
     "lab/papers/lossy.Typical: `True` → `False`": GREEDY,
     "lab/papers/lossy.Typical: `True` → `False` (again)": FROZEN,
     "loop.module: `256` → `257`": "How often MLX's buffers are freed changes no text.",
+    "loop.Generation.verify: `0` → `1`": "Nothing is launched ahead of a round with a draft, "
+    "pipelined or not.",
+    "loop.Generation.roll_back: `len(outcome.tokens) - 1` → `len(outcome.tokens) + 1`": "More is "
+    "kept than emitted only where a text ends, and then the caches are brought to its end.",
     "sampling.Sampling: `True` → `False`": FROZEN,
     "loop.Token: `False` → `True`": SHOWN,
     "loop.Token: `False` → `True` (again)": SHOWN,

@@ -57,7 +57,7 @@ TOKENS = {
     "core": 22_550,
     "library": 123_500,
     "lab": 73_500,
-    "server": 44_200,
+    "server": 44_150,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

@@ -415,3 +415,12 @@ def test_the_way_back_is_dropped_after_rounds_without_a_draft(
         counts.append(len(dropped))
     assert counts[0] == 1
     assert counts[1] >= 6
+
+
+def test_a_single_token_that_is_right_is_a_hit() -> None:
+    """Where every second round keeps a token, nothing runs ahead of the next draft."""
+    text = plain(60)
+    drafter = Cheap(lambda n, k: text[n : n + 1] if n % 3 == 1 else [])
+    *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=60, num_draft_tokens=3)
+    assert {accepted for drafted, accepted in last.stats.rounds if drafted} == {1}
+    assert last.stats.ahead == 0

@@ -89,6 +89,18 @@ def test_what_has_no_mass_is_kept_and_drawn_as_the_limit_says(array):
     assert COIN_RULES["block"].next_probs(*block, 2).tolist() == [0, 1]
 
 
+@in_one_test("array", [np.array, mx.array])
+def test_a_last_row_that_is_no_distribution_changes_no_coin(array):
+    """Block's coin of the last draft token is its weight, whatever comes after it."""
+    p, q = [[0.5, 0.5], [0.2, 0.8], [0.3, 0.7]], array([[0.9, 0.1], [0.6, 0.4]])
+    without = [*p[:2], [np.nan, np.nan]]
+    chances, as_before = (
+        np.array(COIN_RULES["block"].accept_probs(array(rows), array([0, 0]), q))
+        for rows in (without, p)
+    )
+    np.testing.assert_allclose(chances, as_before, atol=FLOAT32)
+
+
 @every_rule
 @given(block=strategies.blocks())
 def test_mlx_agrees_with_numpy(name, block):

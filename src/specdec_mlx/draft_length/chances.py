@@ -14,9 +14,9 @@ from functools import lru_cache
 from itertools import accumulate
 from math import exp
 from pathlib import Path
+from typing import Any
 
 from specdec_mlx.contracts import Draft, Evidence
-from specdec_mlx.token_ids import to_list
 
 EDGES: dict[str, Sequence[float]] = {
     "match": (1, 2, 3, 4, 5, 7, 10, 16, 32, 64),
@@ -159,4 +159,6 @@ class Chances:
 
 def tokens_and_evidence(draft: Draft) -> tuple[list[int], Sequence[Evidence | int]]:
     """The tokens of a draft, and the evidence for each."""
-    return to_list(draft.tokens), draft.evidence or [0] * len(draft)
+    tokens: Any = draft.tokens
+    known = tokens.tolist() if hasattr(tokens, "tolist") else [*tokens]
+    return known, draft.evidence or [0] * len(known)

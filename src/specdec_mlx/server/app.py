@@ -50,8 +50,8 @@ from specdec_mlx.server.requests import (
     Written,
 )
 from specdec_mlx.server.status import METRICS_TYPE, Totals
+from specdec_mlx.server.tickets import Ticket
 from specdec_mlx.server.tokens import apply_template, detokenize, tokenize
-from specdec_mlx.server.under_way import Ticket
 
 LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
 PAUSE = 0.1  # seconds before a body that cannot be read is refused

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.server.requests import Said, TokenLogprob
 from specdec_mlx.server.text.logprobs import token_bytes, token_logprob
-from specdec_mlx.server.under_way import AskedText
+from specdec_mlx.server.tickets import AskedText
 
 MOST_ROWS = 128  # positions of one pass: each has a row of logits, as large as the vocabulary
 

@@ -33,7 +33,7 @@ from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
-from specdec_mlx.server.under_way import GONE, AskedText, Ticket
+from specdec_mlx.server.tickets import GONE, AskedText, Ticket
 from specdec_mlx.server.writing import Writing, WritingAlone, options_for
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
@@ -244,7 +244,7 @@ class Engine:
         """Serve a request, and those who join."""
         if (text := self._prepared(ticket)) is None:
             return
-        writing: Writing = WritingAlone(text, self.settings, self.prefixes)
+        writing: Writing = WritingAlone(text, self.settings)
         try:
             while writing.texts:
                 while self._waiting and writing.has_place and self._next_is_row():

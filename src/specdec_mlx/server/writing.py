@@ -29,9 +29,8 @@ from specdec_mlx.ranks import ranks_of
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
-from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.requests import ServerEndingError
-from specdec_mlx.server.under_way import AskedText
+from specdec_mlx.server.tickets import AskedText
 
 
 def options_for(loaded: Loaded, settings: ServerSettings) -> Options:
@@ -53,9 +52,9 @@ def options_for(loaded: Loaded, settings: ServerSettings) -> Options:
 class WritingAlone:
     """One text, written by the loop."""
 
-    def __init__(self, text: AskedText, settings: ServerSettings, prefixes: Prefixes) -> None:
+    def __init__(self, text: AskedText, settings: ServerSettings) -> None:
         self.text, self.texts = text, [text]
-        self.loaded, self.settings, self.prefixes = text.loaded, settings, prefixes
+        self.loaded, self.settings = text.loaded, settings
         self.generation: Generation | None = None
         self._tokens = self._written()
 
@@ -66,7 +65,7 @@ class WritingAlone:
 
     def with_another(self, text: AskedText) -> WritingTogether:
         """Both as rows of a batch; this text goes on from its caches."""
-        batch = WritingTogether(self.loaded, self.settings, self.prefixes)
+        batch = WritingTogether(self.loaded, self.settings)
         try:
             self._leave()
             batch.with_another(self.text)
@@ -158,8 +157,8 @@ class WritingAlone:
 class WritingTogether:
     """Several texts, written as the rows of one batch. texts: by their numbers there."""
 
-    def __init__(self, loaded: Loaded, settings: ServerSettings, prefixes: Prefixes) -> None:
-        self.loaded, self.settings, self.prefixes = loaded, settings, prefixes
+    def __init__(self, loaded: Loaded, settings: ServerSettings) -> None:
+        self.settings = settings
         self.texts = dict[int, AskedText]()
         self.batch = BatchGeneration(
             loaded.model,
@@ -205,7 +204,7 @@ class WritingTogether:
             return self
         self.texts[uid] = text
         if (most := self.settings.prompt_cache_bytes) is not None:  # of all caches together
-            self.prefixes.trim_to(max(0, most - self.batch.num_cache_bytes))
+            text.prefixes.trim_to(max(0, most - self.batch.num_cache_bytes))
         return self
 
     def step(self) -> None:

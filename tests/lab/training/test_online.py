@@ -27,7 +27,7 @@ from specdec_mlx.lab.proof.chi_square import RARE_ALARM
 from specdec_mlx.lab.training import online
 from specdec_mlx.lab.training.fitting import Updates
 from specdec_mlx.lab.training.learner import Learner
-from specdec_mlx.lab.training.online import Bounds, OnlineDraftModel, OnlineTrainer, learning_on
+from specdec_mlx.lab.training.online import Bounds, OnlineDrafter, OnlineTrainer, learning_on
 from specdec_mlx.lab.training.run import PLAN, Data, Plan, train
 from specdec_mlx.lab.training.trainees import Size, Trainee
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
@@ -72,14 +72,14 @@ def draft(folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def learning(draft: Path, loaded: tuple[nn.Module, Any]) -> OnlineDraftModel:
+def learning(draft: Path, loaded: tuple[nn.Module, Any]) -> OnlineDrafter:
     """That draft model, learning on."""
     return learner_of(draft, loaded[0])
 
 
-def learner_of(draft: Path, target: nn.Module, bounds: Bounds = FAST) -> OnlineDraftModel:
+def learner_of(draft: Path, target: nn.Module, bounds: Bounds = FAST) -> OnlineDrafter:
     drafter = learning_on(draft, target, bounds)
-    assert isinstance(drafter, OnlineDraftModel)
+    assert isinstance(drafter, OnlineDrafter)
     return drafter
 
 
@@ -137,7 +137,7 @@ def test_drawn_texts_keep_the_targets_distribution_while_it_learns(tmp_path, mon
     predictions = lambda batch: iter([(module(batch.tokens), 0)])  # noqa: E731
     trainee = Trainee(module, target_ends(target), Features(), {}, predictions, **own)
     trainer = OnlineTrainer(trainee, target, Bounds(learning_rate=1e-2, updates=1, window=16))
-    learning = OnlineDraftModel(sd.ModelDrafter(draft), trainer, tmp_path, "float32")
+    learning = OnlineDrafter(sd.ModelDrafter(draft), trainer, tmp_path, "float32")
     sampling = distribution.SETTINGS["temperature 1"]
     count = distribution.generate(target, learning, sampling, num_texts, "rejection")
     assert distribution.p_value(count.texts, distribution.joint_law(sampling)) > RARE_ALARM
@@ -271,7 +271,7 @@ def test_a_server_makes_what_learns_on_for_its_target(folder, loaded, draft):
 
     first = made(loaded[0])
     assert made(loaded[0]).trainer is first.trainer
-    assert isinstance(first, OnlineDraftModel)
+    assert isinstance(first, OnlineDrafter)
     sd.generate(loaded[0], loaded[1], TEXT, drafter=first, max_tokens=20)
     second = made(load_model(folder)[0])
     assert second.trainer is not first.trainer

@@ -14,20 +14,13 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import (
-    argument,
-    checked,
-    existing_file,
-    new_file,
-    number,
-    parse_draft_length,
-)
-from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
-from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.arguments import checked, new_file, number, parse_draft_length
+from specdec_mlx.drafters.choosing.choice import choice_of
 from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.record import format_record, read_sessions, save_record
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
+from specdec_mlx.lab.commands import FILE, SMALL_MODEL, add_drafting
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.models.loading import load_target
@@ -38,21 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx bench`."""
     add, count = parser.add_argument, number(int, 1)
     several = partial(add, action="append")
-    add("--model", help="model folder or Hugging Face name (default: a small one)")
-    add(
-        "--prompts",
-        type=argument(existing_file),
-        metavar="FILE",
-        help="JSON lines with id, category, turns (default: ours)",
-    )
+    add("--model", help=SMALL_MODEL)
+    add("--prompts", **FILE, help="JSON lines with id, category, turns (default: ours)")
     sessions = "conversations in order instead: JSON lines with messages, or turns and reference"
-    add("--sessions", type=argument(existing_file), metavar="FILE", help=sessions)
+    add("--sessions", **FILE, help=sessions)
     add("--categories", nargs="+", metavar="NAME", help="only these")
     add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
-    none = f"repeatable; none: without ({DEFAULT_DRAFTER})"
-    several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=none)
-    add("--draft-model", metavar="MODEL", help="a head, or a model: mlx-lm's own takes part too")
-    add_lighter_arguments(parser)
+    add_drafting(parser, "a head, or a model: mlx-lm's own takes part too")
     length, lengths = (checked(parse_draft_length), "repeatable: every drafter with every length")
     several("--num-draft-tokens", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
     rules = "acceptance rule, repeatable: every drafter and length with every rule (auto)"

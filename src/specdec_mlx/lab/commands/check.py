@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.arguments import argument, existing_file, new_file, parse_draft_length
-from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
-from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.arguments import argument, new_file, parse_draft_length
+from specdec_mlx.drafters.choosing.choice import choice_of
+from specdec_mlx.lab.commands import FILE, SMALL_MODEL, add_drafting
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.lab.prompts import read_prompts
 from specdec_mlx.lab.proof.run import BUDGET, check
@@ -21,11 +21,8 @@ from specdec_mlx.sampling import Sampling
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx check`."""
     add = parser.add_argument
-    add("--model", help="model folder or Hugging Face name (default: a small one)")
-    spec = "NAME[:KEY=VALUE,...]"
-    add("--drafter", action="append", metavar=spec, help=f"repeatable ({DEFAULT_DRAFTER})")
-    add("--draft-model", metavar="MODEL", help="a model to draft with, a trained head, or auto")
-    add_lighter_arguments(parser)
+    add("--model", help=SMALL_MODEL)
+    add_drafting(parser, "a model to draft with, a trained head, or auto")
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--top-p", type=float, default=0.0, help="(off)")
     add("--min-p", type=float, default=0.0, help="(off)")
@@ -33,12 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
     length = argument(parse_draft_length)
     add("--num-draft-tokens", type=length, default="auto", metavar="N|POLICY", help="(%(default)s)")
-    add(
-        "--prompts",
-        type=argument(existing_file),
-        metavar="FILE",
-        help="JSON lines with prompt or turns (default: ours)",
-    )
+    add("--prompts", **FILE, help="JSON lines with prompt or turns (default: ours)")
     how = "parts take as many samples as fit (%(default)g)"
     add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
     add("--texts", type=int, metavar="N", help="most texts drawn; more find a smaller bias (6000)")

@@ -56,6 +56,7 @@ from specdec_mlx.lab.bench.timing import (
     plain,
     take_turns,
 )
+from specdec_mlx.lab.commands import SMALL_MODEL
 from specdec_mlx.lab.pair import held_out_openings, load_pair
 from specdec_mlx.lab.prompts import RecordedText, encode_chat
 from specdec_mlx.lab.tables import Columns, markdown_table, table_of
@@ -145,7 +146,7 @@ class TimedText:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx demo`."""
     add, count = parser.add_argument, number(int, 1)
-    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    add("--model", help=SMALL_MODEL)
     add(
         "--seconds",
         type=count,

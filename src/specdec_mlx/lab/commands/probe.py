@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 
 from specdec_mlx.lab import probing
+from specdec_mlx.lab.commands import SMALL_MODEL
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models.loading import load_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx probe`."""
-    parser.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
+    parser.add_argument("--model", help=SMALL_MODEL)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -9,14 +9,14 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import argument, existing_file, new_file
+from specdec_mlx.arguments import new_file
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
-from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.choosing.choice import choice_of
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.lab.bench.record import Record, load_record
 from specdec_mlx.lab.bench.replay import record_of_sessions, score_record
 from specdec_mlx.lab.bench.summary import Result
+from specdec_mlx.lab.commands import FILE, add_drafting
 
 DEFAULT_LENGTHS = ("auto",)
 DEFAULT_SLOPE = "linear:0.24"
@@ -25,19 +25,11 @@ DEFAULT_SLOPE = "linear:0.24"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx replay`."""
     add, several = parser.add_argument, partial(parser.add_argument, action="append")
-    there = argument(existing_file)
-    add("record", nargs="?", type=there, metavar="FILE", help="what specdec-mlx bench --json wrote")
+    add("record", nargs="?", **FILE, help="what specdec-mlx bench --json wrote")
     sessions = "conversations instead, as JSON lines with messages, or turns and reference; of the "
-    add(
-        "--sessions",
-        type=there,
-        metavar="FILE",
-        help=f"{sessions}other file only the costs are taken",
-    )
+    add("--sessions", **FILE, help=f"{sessions}other file only the costs are taken")
     add("--model", help="for --sessions: whose tokenizer (default: a small one)")
-    several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=f"repeatable ({DEFAULT_DRAFTER})")
-    add("--draft-model", metavar="MODEL", help="a model to draft with; it really runs")
-    add_lighter_arguments(parser)
+    add_drafting(parser, "a model to draft with; it really runs")
     several(
         "--num-draft-tokens", metavar="N|POLICY", help=f"repeatable ({', '.join(DEFAULT_LENGTHS)})"
     )

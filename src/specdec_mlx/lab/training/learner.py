@@ -13,7 +13,7 @@ from specdec_mlx.drafters.choosing import registry
 from specdec_mlx.drafters.choosing.choice import DraftModel
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER
 from specdec_mlx.drafters.heads.loading import is_head
-from specdec_mlx.lab.training.online import OnlineDraftModel, learning_on, stored_plan
+from specdec_mlx.lab.training.online import learning_on, stored_plan
 
 
 class Learner:
@@ -34,7 +34,7 @@ class Learner:
             self.save()
             self._latest = learning_on(self.folder, target)
         latest = self._latest
-        if not isinstance(latest, OnlineDraftModel):
+        if is_head(self.folder):
             return latest
         pair = {"draft_model": latest.model, "draft_tokenizer": latest.drafter.tokenizer}
         chosen: Any = registry.make_drafter(spec, **pair)

@@ -142,30 +142,27 @@ class OnlineDrafter:
             self.learn()
 
     def learn(self) -> None:
-        """Make the updates of one generation."""
+        """Make the updates of one generation, and draft with the result.
+
+        A draft model learns by a float32 copy, in which small updates are not lost.
+        """
         with self.trainer.lock:
             self.trainer.learn()
+        learner = self.trainer.trainee.module
+        if learner is not self.model:
+            both = self.model.parameters(), learner.parameters()
+            self.model.update(tree_map(lambda old, new: new.astype(old.dtype), *both))
+            mx.eval(self.model.parameters())
+
+    def drafting_as(self, drafter: ModelDrafter) -> OnlineDrafter:
+        """Use other options, those of a drafter of `model`, with the same weights and learning."""
+        return replace(self, drafter=replace(drafter, tokenizers="same"))
 
     def save(self) -> None:
         """Write the weights to their folder, if anything was learnt; the file is always whole."""
         with self.trainer.lock:
             if self.trainer.num_updates:
                 self.trainer.trainee.save_weights(self.folder, self.dtype)
-
-
-class OnlineDraftModel(OnlineDrafter):
-    """A draft model that learns on, by a float32 copy, in which small updates are not lost."""
-
-    def learn(self) -> None:
-        """Make the updates of one generation, and draft with the result."""
-        super().learn()
-        both = (self.model.parameters(), self.trainer.trainee.module.parameters())
-        self.model.update(tree_map(lambda old, new: new.astype(old.dtype), *both))
-        mx.eval(self.model.parameters())
-
-    def drafting_as(self, drafter: ModelDrafter) -> OnlineDraftModel:
-        """Use other options, those of a drafter of `model`, with the same weights and learning."""
-        return replace(self, drafter=replace(drafter, tokenizers="same"))
 
 
 def learning_on(folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()) -> OnlineDrafter:
@@ -185,7 +182,7 @@ def learning_on(folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()
     if stored["kind"] == "draft":
         drafts = ModelDrafter(*load_model(folder), tokenizers="same")
         trainer = OnlineTrainer(KINDS["draft"](Recipe(target, init=str(folder))), target, bounds)
-        return OnlineDraftModel(drafts, trainer, folder, stored["dtype"])
+        return OnlineDrafter(drafts, trainer, folder, stored["dtype"])
     recipe = Recipe(target, Size(**stored["size"]), stored["num_steps"])
     trainee = begun_with(str(folder), stored["kind"], recipe)
     head = HeadDrafter(trainee.module, name=str(folder))
