@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec_mlx.contracts import (
-    Closes,
-    Drafter,
-    SeesTarget,
-    Session,
-    session_groups,
-    session_parts,
-)
+from specdec_mlx.contracts import Drafter, Session
+from specdec_mlx.draft_length.value import ValuedSession
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.replay import greedy_context, modelled, right_path, top_rows
 from specdec_mlx.lab.bench.timing import Sample
@@ -50,7 +44,7 @@ def length_oracle(
         longest: most tokens a draft.
     """
     session = drafter.begin(text.prompt, greedy_context(vocab_size))
-    readers = [part for _, part in session_parts(session, "") if isinstance(part, SeesTarget)]
+    readers = [part for _, part in session.parts("") if part.reads_target]
     _show(readers, text, [None] * (len(text.prompt) - 1))
     done, seconds, accepted = 0, 0.0, []
     while done < len(text.generated):
@@ -61,23 +55,22 @@ def length_oracle(
         _show(readers, text, range(done, done + len(observed)))
         session.observe(observed)
         done += len(observed)
-    if isinstance(session, Closes):
-        session.close(len(text.prompt) + done)
+    session.close(len(text.prompt) + done)
     return modelled(text, cost, seconds, len(accepted), sum(accepted), sum(accepted))
 
 
 def _num_right(session: Session, most: int, coming: Sequence[int]) -> int:
     """How many of the coming tokens a session proposes, or guesses one after the other."""
-    whole = [one for group in session_groups(session, "") for _, one in group]
-    if not any(hasattr(one, "propose_tree") for one in whole):
+    whole = [one for group in session.groups("") for _, one in group]
+    if not any(isinstance(one, ValuedSession) for one in whole):
         return len(right_path(proposing(session, "")(most), coming))
-    drafts = [part.propose(most) for _, part in session_parts(session, "")]
-    for _, part in session_parts(session, ""):
+    drafts = [part.propose(most) for _, part in session.parts("")]
+    for _, part in session.parts(""):
         drafts += candidates_of(part, most)
     return max(len(right_path(draft, coming)) for draft in drafts)
 
 
-def _show(readers: Sequence[SeesTarget], text: RecordedText, places: Sequence[int | None]) -> None:
+def _show(readers: Sequence[Session], text: RecordedText, places: Sequence[int | None]) -> None:
     """Show what the target thought at these places, to those who read it."""
     for reader in readers if places else ():
         reader.see(top_rows(text, places))

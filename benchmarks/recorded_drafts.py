@@ -23,7 +23,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tqdm import tqdm
 
 from specdec_mlx.caches import Rollback
-from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence, GoesOn, Session, Step
 from specdec_mlx.lab.bench.record import load_record
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.token_ids import to_ids
@@ -153,7 +153,7 @@ def _chain(logits: mx.array) -> Chain:
     return Chain(tokens.tolist(), [round(x, 5) for x in confidence.tolist()])  # type: ignore[union-attr, arg-type]
 
 
-class RecordedDrafter:
+class RecordedDrafter(Drafter):
     """Drafts as recorded; its sessions count the steps that the draft model would have run.
 
     Args:
@@ -167,17 +167,22 @@ class RecordedDrafter:
     ) -> None:
         """Texts are told apart by their prompts."""
         by_id = {recorded.id: recorded for recorded in drafts}
-        self.key = f"RecordedDrafter({name})"
+        self.name = name
         self.num_steps = 0
         self._by_prompt = {tuple(text.prompt): (text, by_id[text.id]) for text in texts}
+
+    @property
+    def key(self) -> str:
+        """The draft model's name."""
+        return f"RecordedDrafter({self.name})"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> RecordedSession:
         """Begin at the first place of the text with this prompt."""
         return RecordedSession(self, *self._by_prompt[tuple(prompt)])
 
 
-class RecordedSession:
-    """Proposes what was recorded; see `contracts.Stepwise`."""
+class RecordedSession(Session):
+    """Proposes what was recorded; see `Session.propose_while`."""
 
     def __init__(
         self, drafter: RecordedDrafter, text: RecordedText, drafts: RecordedDrafts

@@ -23,7 +23,7 @@ from mlx.utils import tree_map
 from msgspec.structs import replace
 
 from specdec_mlx import lab
-from specdec_mlx.contracts import Draft, DraftContext, Evidence
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence, Session
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -51,7 +51,7 @@ LONG_MATCH = 20  # tokens of the match that the drafter pretends to have
 
 
 @dataclass
-class AlwaysWrong:
+class AlwaysWrong(Drafter):
     """Proposes, with every sign of certainty, what does not come.
 
     texts: prompt -> the target's own continuation.
@@ -65,7 +65,7 @@ class AlwaysWrong:
         return AlwaysWrongSession(self.texts.get(tuple(prompt), []), self.vocab_size)
 
 
-class AlwaysWrongSession:
+class AlwaysWrongSession(Session):
     """One generation; knows how far it has come."""
 
     cheap = True

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from specdec_mlx.contracts import Agreement, Draft, DraftContext, Drafter, DraftSession, Verdict
+from specdec_mlx.contracts import Agreement, Draft, DraftContext, Drafter, Session, Verdict
 from specdec_mlx.lab.papers.lossy import Lenient
 from specdec_mlx.lab.proof.law import NUM_STATES as NUM_STATES
 from specdec_mlx.lab.proof.law import ByRule as ByRule
@@ -234,13 +234,13 @@ WRONG_RULES: dict[str, CoinRule] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Altered:
+class Altered(Drafter):
     """A drafter's drawn drafts, changed before they are handed over."""
 
     drafter: Drafter
     alter: Callable[[Draft], Draft]
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         session: Any = self.drafter.begin(prompt, context)
         propose = session.propose
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlx_lm.generate import generation_stream
 
+import specdec_mlx as sd
 from benchmarks.recorded_drafts import RecordedDrafter
 from specdec_mlx.contracts import Draft, Evidence, GoesOn, RoundRecord, Step
 from specdec_mlx.draft_length.costs import MILDEST, Curve
@@ -141,21 +142,26 @@ class TimedTarget(RecordedTarget):
         return super().launch(pending, draft, *more)
 
 
-class TimedDrafter:
+class TimedDrafter(sd.Drafter):
     """A recorded draft model whose steps take time on a machine; or it is never right."""
 
     def __init__(self, drafter: RecordedDrafter, machine: Machine, is_right: bool = True) -> None:
         self.drafter, self.machine, self.is_right = drafter, machine, is_right
-        self.key = drafter.key
+
+    @property
+    def key(self) -> str:
+        return self.drafter.key
 
     def begin(self, prompt: Any, context: Any) -> TimedSession:
         return TimedSession(self.drafter.begin(prompt, context), self.machine, self.is_right)
 
 
-class TimedSession:
+class TimedSession(sd.Session):
     def __init__(self, session: Any, machine: Machine, is_right: bool) -> None:
         self.session, self.machine, self.is_right = session, machine, is_right
-        self.observe = session.observe
+
+    def observe(self, tokens: Any) -> None:
+        self.session.observe(tokens)
 
     def propose(self, limit: int) -> Draft:
         return self.propose_while(limit, lambda evidence: Step.GO_ON)

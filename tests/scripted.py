@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 import tiny
-from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, Session
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.shape import depths_of, path_to
 
@@ -46,7 +46,7 @@ Text = Sequence[int] | Callable[[Sequence[int]], Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Proposes the text that is coming, wrong in a share of positions."""
 
     text: Text
@@ -71,7 +71,7 @@ def always_wrong(text: Sequence[int], vocab_size: int) -> OracleDrafter:
 
 
 @dataclass(frozen=True, eq=False)
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Proposes what `script(number of tokens emitted, limit)` returns."""
 
     script: Callable[[int, int], Draft | Sequence[int]]
@@ -80,7 +80,7 @@ class ScriptedDrafter:
         return ScriptedSession(self.script)
 
 
-class ScriptedSession:
+class ScriptedSession(Session):
     def __init__(self, script: Callable[[int, int], Draft | Sequence[int]]) -> None:
         self.script = script
         self.limits: list[int] = []
@@ -134,15 +134,14 @@ def scripted_model(prompt: Sequence[int], drafter: OracleDrafter) -> _ScriptedMo
 
 
 @dataclass(frozen=True, eq=False)
-class Recorder:
+class Recorder(Drafter):
     """Passes everything on to another drafter, and keeps what it proposed after which text."""
 
     drafter: Drafter
     proposals: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         session, text = self.drafter.begin(prompt, context), list(prompt)
-        assert isinstance(session, DraftSession)
         propose, observe = session.propose, session.observe
 
         def noted(limit: int) -> Draft:
@@ -163,7 +162,7 @@ TREE = (-1, -1, 0, 1, 1, 4, 4, 3)  # parents in the trees of `OracleTrees`
 
 
 @dataclass(frozen=True, eq=False)
-class OracleTrees:
+class OracleTrees(Drafter):
     """Proposes trees through which the text that is coming goes, on a path drawn by `seed`."""
 
     text: Text

@@ -26,7 +26,7 @@ from benchmarks.host_time import Kind, Table, generate, kinds, prompt_of
 from scripted import ScriptedDrafter
 from specdec_mlx import loop
 from specdec_mlx.caches import Rollback
-from specdec_mlx.contracts import RoundRecord, key_of
+from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import PAUSE, Auto, Fixed
@@ -89,7 +89,7 @@ def test_a_paused_draft_model_costs_a_question_a_round(draft_length, policy, mon
     round of eight."""
     calls: Counter[str] = Counter()
     tuning, drafter = Tuning(), ScriptedDrafter(lambda start, limit: [0] * limit)
-    tuning.of(key_of(drafter)).account.budget = -2.0
+    tuning.of(drafter.key).account.budget = -2.0
     options = {"max_tokens": 60, "num_draft_tokens": draft_length, "tuning": tuning, "probe": False}
     stream = speculate(Table(16), [1], drafter, **options)
     list(islice(stream, 10))
@@ -162,7 +162,7 @@ def calls_a_round(kind: str, folder: Path) -> tuple[float, float]:
     drafter: Any = None if kind == "no drafter" else default_drafter()
     if kind == "a head that drafts nothing":
         target, drafter = heads.target(), heads.loaded("eagle3", folder)
-        length.tuning.of(key_of(drafter)).account.budget = -1e9
+        length.tuning.of(drafter.key).account.budget = -1e9
     options: dict[str, Any] = {"max_tokens": 2000, "num_draft_tokens": length, "probe": False}
     own, files, counted = str(Path(loop.__file__).parent), list[str](), list[tuple[int, int]]()
 

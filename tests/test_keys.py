@@ -19,7 +19,7 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.contracts import Drafter, key_of
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.grammar import GrammarDrafter
@@ -67,7 +67,7 @@ def test_a_wrapper_goes_on_with_the_history_of_what_it_wraps(
         tuning = Tuning()
         learn(target, parts[0], tuning)
         learn(target, wrap(drafter), tuning)
-        assert set(tuning.drafters) == {key_of(part) for part in parts}
+        assert set(tuning.drafters) == {part.key for part in parts}
 
 
 def test_two_draft_models_on_one_target_share_no_history(target: nn.Module, tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_the_same_drafts_have_the_same_key_and_others_another() -> None:
     for make in DIFFERENT:
         drafter = make()
         others = make(), kept(drafter)
-        assert {key_of(other) for other in others} == {key_of(drafter)}
-    assert len({key_of(make()) for make in DIFFERENT}) == len(DIFFERENT)
+        assert {other.key for other in others} == {drafter.key}
+    assert len({make().key for make in DIFFERENT}) == len(DIFFERENT)
 
 
 def changed(change: Callable[[str, mx.array], mx.array]) -> nn.Module:
@@ -135,11 +135,11 @@ def test_a_fingerprint_tells_models_apart(name: str) -> None:
 def test_keys_are_the_same_in_every_process() -> None:
     """Nothing of a process is in them: no address, no hash of a str."""
     script = (
-        "import tiny, specdec_mlx as sd; from specdec_mlx.contracts import key_of;"
+        "import tiny, specdec_mlx as sd; "
         "parts = sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build('qwen2'));"
         "drafter = sd.drafters.FirstOf(*parts);"
-        "print(key_of(drafter), end='')"
+        "print(drafter.key, end='')"
     )
     here = sd.drafters.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(MODEL))
     options: dict[str, Any] = {"cwd": Path(__file__).parent, "text": True, "timeout": 240}
-    assert subprocess.check_output([sys.executable, "-c", script], **options) == key_of(here)
+    assert subprocess.check_output([sys.executable, "-c", script], **options) == here.key

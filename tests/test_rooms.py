@@ -36,7 +36,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 TOTALS = {
     "files": 206,
     "numeric constants": 181,
-    "protocols": 15,
+    "protocols": 6,
     "public names": 20,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a

@@ -1,11 +1,8 @@
-"""Rules and rollback strategies of somebody else's: the package knows nothing of them.
-
-Drafters of others are in test_new_drafter.py and test_wrong_calls.py.
-"""
+"""Drafters, rules and rollback strategies of somebody else's: the package knows nothing of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
@@ -21,13 +18,124 @@ import tiny
 from selection import in_one_test
 from specdec_mlx import rules
 from specdec_mlx.caches import STRATEGIES
+from specdec_mlx.contracts import Evidence, FeatureRows, Features, Step
 from specdec_mlx.lab import check_rule, check_strategy
 from specdec_mlx.rules import CoinRule
+from specdec_mlx.strangers import as_drafter, begin_session
 from test_docs import DOCS, blocks
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 NUM_TOKENS = 24
+
+
+class Methods:
+    """Every method that a session may have; inherits nothing. noted: the calls."""
+
+    def __init__(self, coming: Sequence[int], noted: list[Any]) -> None:
+        self.coming, self.noted, self.done = coming, noted, 0
+
+    def propose(self, limit: int) -> sd.Draft:
+        return self.propose_while(limit, lambda evidence: Step.GO_ON)
+
+    def propose_while(self, limit: int, goes_on: Any) -> sd.Draft:
+        coming = self.coming[self.done : self.done + min(limit, 3)]
+        tokens = [*coming[:2], *((token + 1) % VOCAB for token in coming[2:])]
+        length = sum(goes_on([Evidence()] * n) is Step.GO_ON for n in range(1, 1 + len(tokens)))
+        self.noted.append(("propose", limit, length))
+        return sd.Draft(tokens[:length])
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.noted.append(("observe", list(tokens)))
+        self.done += len(tokens)
+
+    def see(self, features: FeatureRows) -> None:
+        self.noted.append(("see", features.top_tokens.tolist()))
+
+    def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
+        self.noted.append(("see_rejected", list(tokens), features.top_tokens.tolist()))
+
+    def close(self, length: int) -> None:
+        self.noted.append(("close", length))
+
+
+class DrafterMethods:
+    """Every method that a drafter may have; inherits nothing."""
+
+    key, features, branches = "theirs", Features(top=1, rejected=True), 1
+    session: Any = Methods
+
+    def __init__(self, coming: Sequence[int]) -> None:
+        self.coming, self.noted = coming, []
+
+    def begin(self, prompt: Sequence[int], context: sd.drafters.DraftContext) -> Any:
+        self.noted.append(("begin", prompt))
+        return self.session(self.coming, self.noted)
+
+    def check(self, context: sd.drafters.DraftContext) -> None:
+        self.noted.append(("check", context.vocab_size))
+
+
+class Inheriting(DrafterMethods, sd.Drafter):
+    """The same as a drafter of the contracts."""
+
+    session = type("Inheriting", (Methods, sd.Session), {})
+
+
+class TwoMethods:
+    """A drafter and its session with the methods that both must have, and no other."""
+
+    def begin(self, prompt: Sequence[int], context: sd.drafters.DraftContext) -> TwoMethods:
+        return self
+
+    def propose(self, limit: int) -> sd.Draft:
+        return sd.Draft([0] * limit)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        if tokens[-1] in REFUSED:
+            raise OverflowError("its own")
+
+
+REFUSED: list[int] = []
+
+
+@pytest.mark.parametrize("around", [lambda one: one, sd.BestOf])
+def test_a_drafter_that_inherits_nothing_gets_all_calls(around: Any) -> None:
+    """Those that a drafter of the contracts gets, in the same order."""
+    model, noted = tiny.build("qwen2"), []
+    coming = scripted.plain(NUM_TOKENS)
+    for kind in (DrafterMethods, Inheriting):
+        drafter = kind(coming)
+        items = text(model, around(drafter), num_draft_tokens=3)
+        session = begin_session(as_drafter(drafter), PROMPT, CONTEXT)
+        assert session.can_stop
+        assert len(session.propose_while(3, lambda evidence: Step.STOP_BEFORE)) == 0
+        assert [item.token for item in items] == coming
+        noted.append(drafter.noted)
+    assert noted[0] == noted[1]
+    names = {"begin", "check", "propose", "observe", "see", "see_rejected", "close"}
+    assert {name for name, *_ in noted[0]} == names
+
+
+def test_two_methods_are_a_drafter() -> None:
+    """All that it lacks has its default, and what it raises is its own."""
+    model, drafter = tiny.build("qwen2"), TwoMethods()
+    known = as_drafter(drafter)
+    assert (as_drafter(known), as_drafter(None), known) == (known, None, as_drafter(drafter))
+    assert (known.features, known.branches, known.drafters, known.models()) == (None, 1, [], [])
+    assert not any((known.on_every_rank, known.describe(), known.keeps_draft_cache(CONTEXT)))
+    assert (known.key, known.class_name) == ("test_strangers.TwoMethods", "TwoMethods")
+    session = begin_session(known, PROMPT, CONTEXT)
+    assert not any((session.cheap, session.forks, session.can_stop, session.reads_target))
+    assert session.parts("its") == [("its", session)]
+    items = text(model, drafter)
+    assert [item.token for item in items] == scripted.plain(NUM_TOKENS)
+    REFUSED[:] = [items[5].token]
+    with pytest.raises(OverflowError, match="its own"):
+        text(model, drafter)
+
+
+CONTEXT = sd.drafters.DraftContext()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specdec_mlx.batch_generation import batch_stream_generate as batch_stream_generate
     from specdec_mlx.contracts import Draft as Draft
     from specdec_mlx.contracts import Drafter as Drafter
-    from specdec_mlx.contracts import DraftSession as DraftSession
+    from specdec_mlx.contracts import Session as Session
     from specdec_mlx.drafters.first_of import BestOf as BestOf
     from specdec_mlx.drafters.heads.loading import load_head as load_head
     from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
@@ -42,7 +42,6 @@ __version__ = "0.1.0"
 _PLACES = {
     "BestOf": "drafters.first_of",
     "Draft": "contracts",
-    "DraftSession": "contracts",
     "Drafter": "contracts",
     "Memory": "memory",
     "ModelDrafter": "drafters.model",
@@ -50,6 +49,7 @@ _PLACES = {
     "Options": "options",
     "PromptLookupDrafter": "drafters.prompt_lookup",
     "Sampling": "sampling",
+    "Session": "contracts",
     "SuffixDrafter": "drafters.suffix",
     "batch_generate": "batch_generation",
     "batch_stream_generate": "batch_generation",

@@ -1,7 +1,7 @@
 """The contracts between the parts: what a drafter hands over, what a rule returns.
 
 K is the number of draft tokens in a round and V the target's vocabulary size. Who writes a drafter
-needs `Drafter`, `DraftSession` and `Draft`; who writes a rule, `AcceptanceRule`, `TargetRows` and
+needs `Drafter`, `Session` and `Draft`; who writes a rule, `AcceptanceRule`, `TargetRows` and
 `Verdict`.
 """
 
@@ -19,8 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from jaxtyping import Float, Integer
 
-from specdec_mlx.arguments import shown, wrong
-from specdec_mlx.errors import DraftError, VerdictError
+from specdec_mlx.errors import VerdictError
 
 if TYPE_CHECKING:
     from specdec_mlx.sampling import Noise, Sampling
@@ -270,53 +269,162 @@ class DraftContext:
         return self.noise.gumbels(places, self.vocab_size)
 
 
-@runtime_checkable
-class DraftSession(Protocol):
+class Session(ABC):
     """All that a drafter changes in the course of one generation.
 
-    What is observed after a proposal begins with the part of it that was accepted.
+    `propose` and `observe` are all that a session needs; a class that has them and inherits nothing
+    will do, see `strangers`. Tokens that are observed after a proposal begin with the part of it
+    that was accepted.
+
+    Attributes:
+        cheap: proposing is microseconds of host work, and a draft may be thrown away.
     """
 
+    cheap: bool = False
+
+    @abstractmethod
     def propose(self, limit: int) -> Draft:
         """Continue what was observed so far with 0 to `limit` tokens; `limit` >= 0."""
 
+    @abstractmethod
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens really emitted since the last call; rewind or learn by itself."""
 
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """Continue what was observed with 0 to `limit` tokens, as long as that is worth it.
 
-@runtime_checkable
-class SessionGroups(Protocol):
-    """The session of a combination: not asked itself, but for the sessions that are.
+        `goes_on` is asked at each position with the evidence so far, never with the token drawn
+        there: a token dropped for what it is would bias the text. By default it is not asked.
+        """
+        return self.propose(limit)
 
-    The loop asks its groups in order, until one has a draft. Of a group's cheap sessions the point
-    mass worth most is taken. A session that costs time is asked only where it promises more; a
-    cheap session's drawn draft is taken where no other is. See `draft_length.drafting`.
+    @property
+    def can_stop(self) -> bool:
+        """True if `propose_while` asks; by default, if it is overridden."""
+        return type(self).propose_while is not Session.propose_while
+
+    @property
+    def forks(self) -> bool:
+        """True for a session that costs time if its drafts are trees."""
+        return False
+
+    def see(self, features: FeatureRows) -> None:  # noqa: B027  # optional
+        """Take the rows of further positions of the text, lazy, before they are observed.
+
+        Evaluate, or drop, those of one chunk of the prompt before the next. By default they are
+        dropped.
+        """
+
+    @property
+    def reads_target(self) -> bool:
+        """True if the rows are used; by default, if `see` is overridden."""
+        return type(self).see is not Session.see
+
+    def see_rejected(  # noqa: B027  # optional
+        self, tokens: Sequence[int], features: FeatureRows
+    ) -> None:
+        """Take draft tokens [n] that were not kept and their rows, after `see` took the others.
+
+        Called where the drafter's `features` ask for rejected rows. By default they are dropped.
+        """
+
+    def close(self, length: int) -> None:  # noqa: B027  # optional
+        """The end: the first `length` tokens of prompt + observed are all that the caller has."""
+
+    def parts(self, key: str) -> Sequence[tuple[str, Session]]:
+        """The sessions that it is made of, each with its drafter's key; by default itself alone.
+
+        key: of its own drafter.
+        """
+        return [(key, self)]
+
+    def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
+        """The sessions that are asked in its place, in groups; by default itself alone.
+
+        The groups are asked in order, until one has a draft. Of a group's cheap sessions the point
+        mass worth most is taken. A session that costs time is asked only where it promises more; a
+        cheap session's drawn draft is taken where no other is. See `draft_length.drafting`.
+        """
+        return [[(key, self)]]
+
+
+class Drafter(ABC):
+    """Frozen configuration of a way to draft; reusable and shareable between generations.
+
+    `begin` is all that a drafter needs; a class that has it and inherits nothing will do, see
+    `strangers`.
+
+    Attributes:
+        branches: most tokens that it proposes at a place; more than one makes trees.
+        on_every_rank: each machine of a target that is spread over several runs it, not one for
+            all.
+        drafters: the drafters that a combination is made of.
     """
 
-    @property
-    def parts(self) -> Sequence[tuple[str, DraftSession]]:
-        """The sessions that it is made of, each with its drafter's key."""
+    branches: int = 1
+    on_every_rank: bool = False
+    drafters: Sequence[Drafter] = ()
 
-    @property
-    def groups(self) -> Sequence[Sequence[tuple[str, Session]]]:
-        """Groups of sessions; itself alone, where its parts' drafts are to be one tree."""
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Hand the tokens emitted on to all of them."""
-
-
-Session = DraftSession | SessionGroups
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """Frozen configuration of a way to draft; reusable and shareable between generations."""
-
+    @abstractmethod
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Start a generation after `prompt` [n] token ids, before the target has read it.
 
         It is a copy, to be kept if need be, and stays as it is.
         """
+
+    @property
+    def key(self) -> str:
+        """Its name for what is learned of it; by default its class and options (`repr`)."""
+        return class_and_options(self)
+
+    @property
+    def class_name(self) -> str:
+        """Its name in messages."""
+        return type(self).__name__
+
+    @property
+    def features(self) -> Features | None:
+        """Features of the target that its sessions `see`; by default none."""
+        return None
+
+    def models(self) -> Sequence[nn.Module]:
+        """Its own models, whose memory is kept wired; by default none."""
+        return ()
+
+    def check(self, context: DraftContext) -> None:  # noqa: B027  # optional
+        """Raise a ValueError, before anything is computed, if it cannot draft for this target."""
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """True if its sessions keep `context.draft_cache` in step with the text.
+
+        In a combination no other drafter gets these caches. By default False.
+        """
+        return False
+
+    def describe(self) -> str:
+        """A line about it for the user; by default "", which is not shown."""
+        return ""
+
+
+def class_and_options(drafter: object) -> str:
+    """A drafter's module and `repr` if it is a dataclass, else module and class."""
+    kind = type(drafter)
+    described = repr(drafter) if hasattr(kind, "__dataclass_fields__") else kind.__qualname__
+    return f"{kind.__module__}.{described}"
+
+
+def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
+    """A drafter and its parts, itself first; nothing for None."""
+    if drafter is not None:
+        yield drafter
+        for part in drafter.drafters:
+            yield from all_drafters(part)
+
+
+def models_of(drafter: Drafter | None) -> list[nn.Module]:
+    """The models of a drafter and of its parts, each once."""
+    models = (model for part in all_drafters(drafter) for model in part.models())
+    return list({id(model): model for model in models}.values())
 
 
 @dataclass(slots=True)
@@ -479,13 +587,15 @@ class Features:
 
     layers: indices of decoder layers whose outputs are wanted. head_input: the state after the
     final norm. top: how many of the likeliest tokens. caches: indices of the target's caches,
-    nested ones counted one by one, whose keys and values are wanted.
+    nested ones counted one by one, whose keys and values are wanted. rejected: rows of draft tokens
+    that were not kept are wanted too.
     """
 
     layers: tuple[int, ...] = ()
     head_input: bool = False
     top: int = 0
     caches: tuple[int, ...] = ()
+    rejected: bool = False
 
 
 class KeysValues(NamedTuple):
@@ -561,155 +671,3 @@ class FeatureRows:
 
 MOST_WAITING = 2048  # rows that a session reads after the first token; 16 kB each, if large
 MANY_WAITING = MOST_WAITING // 8  # from so many on, rows are read for keys and values alone
-
-
-@runtime_checkable
-class Checks(Protocol):
-    """A drafter that may refuse a target; default: it takes any."""
-
-    def check(self, context: DraftContext) -> None:
-        """Raise a ValueError, before anything is computed, if it cannot draft for this target."""
-
-
-@runtime_checkable
-class ReadsTarget(Protocol):
-    """A drafter that reads the target's states; default: it reads none. See `SeesTarget`."""
-
-    @property
-    def features(self) -> Features:
-        """Features that its sessions want to see."""
-
-
-@runtime_checkable
-class SeesTarget(Protocol):
-    """A session that reads the target's states; default: it is shown none."""
-
-    def see(self, features: FeatureRows) -> None:
-        """Take the rows of further positions of the text, lazy, before they are observed.
-
-        Evaluate, or drop, those of one chunk of the prompt before the next.
-        """
-
-
-@runtime_checkable
-class Stepwise(Protocol):
-    """A session that can stop in the middle of a draft; default: it drafts to its limit."""
-
-    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Continue what was observed with 0 to `limit` tokens, as long as that is worth it.
-
-        `goes_on` is asked at each position with the evidence so far, never with what was drawn: a
-        token dropped for what it is would bias the text.
-        """
-
-
-@runtime_checkable
-class Closes(Protocol):
-    """A session that wants to know of the end; default: it is dropped."""
-
-    def close(self, length: int) -> None:
-        """The end: the first `length` tokens of prompt + observed are all that the caller has."""
-
-
-OPTIONAL: dict[str, Any] = {
-    # of a drafter: most tokens that it proposes at a place; more than one makes trees
-    "branches": 1,
-    # of a drafter: each machine of a target that is spread over several runs it, not one for all
-    "on_every_rank": False,
-    # of a drafter, (context) -> bool: its sessions keep `context.draft_cache` in step with the
-    # text; in a combination no other drafter gets these caches
-    "keeps_draft_cache": None,
-    # of a session that costs time: its drafts are trees
-    "forks": False,
-    # of a look-up's session, (limit, values, may_fork) -> Draft: the chain or tree that is worth
-    # most to `values`, the automatic draft length; may_fork() is asked if a tree is best
-    "propose_tree": None,
-    # of a session that reads the target, (tokens [n], rows): draft tokens that were not kept, and
-    # their rows, after `see` was shown the others
-    "see_rejected": None,
-    # of a session, for beams, () -> DraftSession: a copy that goes its own way from here on
-    "fork": None,
-}
-"""Further optional members: what each means, how it is called, and its default."""
-
-
-def optional(owner: object, name: str) -> Any:
-    """A member of OPTIONAL of a drafter or session, or its default."""
-    return getattr(owner, name, OPTIONAL[name])
-
-
-def keeps_draft_cache(drafter: Drafter, context: DraftContext) -> bool:
-    """True if a drafter's sessions keep the caller's caches of a draft model in step."""
-    keeps = optional(drafter, "keeps_draft_cache")
-    return keeps is not None and bool(keeps(context))
-
-
-def is_cheap(session: Session) -> bool:
-    """`cheap` of a session: proposing is microseconds of host work, and may be thrown away."""
-    if isinstance(session, SessionGroups):
-        return all(is_cheap(part) for _, part in session.parts)
-    return getattr(session, "cheap", False)
-
-
-def session_groups(session: Session, key: str) -> list[list[tuple[str, Session]]]:
-    """The groups to ask in order in a session's place; by default itself, with the key given."""
-    if isinstance(session, SessionGroups):
-        return [list(group) for group in session.groups]
-    return [[(key, session)]]
-
-
-def session_parts(session: Session, key: str) -> list[tuple[str, DraftSession]]:
-    """Parts of a session; by default itself, with the key given."""
-    return list(session.parts) if isinstance(session, SessionGroups) else [(key, session)]
-
-
-def key_of(drafter: Drafter) -> str:
-    """`key` of a drafter, for what is learned of it; by default class and options, its `repr`."""
-    kind, key = type(drafter), getattr(drafter, "key", None)
-    described = repr(drafter) if hasattr(kind, "__dataclass_fields__") else kind.__qualname__
-    return f"{kind.__module__}.{described}" if key is None else key
-
-
-def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
-    """A drafter and its parts, in `drafters`, itself first; nothing for None."""
-    if drafter is not None:
-        yield drafter
-        for part in getattr(drafter, "drafters", ()):
-            yield from all_drafters(part)
-
-
-def models_of(drafter: Drafter | None) -> list[nn.Module]:
-    """`model` of a drafter and of its parts, each once; their memory is kept wired."""
-    models = [getattr(part, "model", None) for part in all_drafters(drafter)]
-    return list({id(model): model for model in models if isinstance(model, nn.Module)}.values())
-
-
-def check_is_drafter(drafter: object) -> None:
-    """Raise ValueError for what is neither a drafter nor None."""
-    if drafter is None or (isinstance(drafter, Drafter) and not isinstance(drafter, type)):
-        return
-    if isinstance(drafter, type):
-        instead = f"give {shown(drafter)}()"
-    elif isinstance(drafter, tuple):
-        instead = "of mlx_lm.load(...) give the model alone; several drafters are a list"
-    else:
-        instead = "`generate` also takes a name, a loaded model, the folder of a model, or a list"
-    raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")
-
-
-def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext) -> Session:
-    """Begin a drafter's session; DraftError for one without `propose` or `observe`."""
-    session = drafter.begin(tokens, context)
-    if not isinstance(session, DraftSession | SessionGroups):
-        raise DraftError(
-            f"{type(drafter).__name__}.begin(...) returned {shown(session)}; expected a session "
-            "with propose(limit) and observe(tokens)."
-        )
-    return session
-
-
-def check_drafter_fits(drafter: Drafter | None, context: DraftContext) -> None:
-    """Refuse what is no drafter, and let a drafter refuse the target that it is to draft for."""
-    check_is_drafter(drafter)
-    if isinstance(drafter, Checks):
-        drafter.check(context)

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from specdec_mlx.arguments import DEFAULT_DRAFTER, check_names, wrong
 from specdec_mlx.contracts import Origin, models_of
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
-from specdec_mlx.drafters.guided import with_forced
+from specdec_mlx.drafters.grammar import with_forced
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import Token as Token
 from specdec_mlx.loop import speculate
@@ -246,7 +246,7 @@ def stream_generate(
         num_prompt = len(how.input_embeddings)
     name = drafter if isinstance(drafter, str) else ""
     if not name and chosen is not None:
-        name = type(chosen).__name__
+        name = chosen.class_name
     strings = StopStrings(how.stop) if how.stop else None
     text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, strings)
     models = [model, *models_of(chosen)]

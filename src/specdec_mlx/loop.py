@@ -30,11 +30,9 @@ from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
     DraftContext,
-    Drafter,
     Origin,
     Outcome,
     RoundRecord,
-    check_drafter_fits,
 )
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import tuning_for
@@ -53,6 +51,7 @@ from specdec_mlx.sequence import (
     split_cache,
 )
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.strangers import as_drafter
 from specdec_mlx.target import LazyPass, StepwisePass, Verifier, check_model
 
 SHORT = 8  # texts of at most so many tokens are drafted from their first pass on
@@ -102,7 +101,7 @@ class Token:
 def speculate(
     model: nn.Module,
     prompt_tokens: Sequence[int] | mx.array,
-    drafter: Drafter | None = None,
+    drafter: Any = None,
     options: Options | None = None,
     **given: Unpack[OptionArguments],
 ) -> Generator[Token, None, None]:
@@ -115,7 +114,7 @@ def speculate(
     Args:
         model: any mlx-lm model.
         prompt_tokens: [n] token ids.
-        drafter: None for plain decoding.
+        drafter: a `Drafter`, or an object with its `begin`; None for plain decoding.
         options: how the text is generated; None makes them of `given`.
         given: the fields of `Options`, by name, such as `max_tokens`.
 
@@ -535,7 +534,7 @@ class RoundClock:
 def assemble(
     model: nn.Module,
     prompt_tokens: Any,
-    drafter: Drafter | None,
+    drafter: Any,
     options: Options,
     caches: list[Any],
     *,
@@ -564,6 +563,7 @@ def assemble(
         PromptError: for what cannot be a prompt of this model.
         ValueError: for other bad input.
     """
+    drafter = as_drafter(drafter)
     prompt = [*history, *check_prompt(prompt_tokens, options.input_embeddings, drafter)]
     rollback = Rollback(caches, num_read + len(history))
     probe, noise = options.probe and drafter is not None, shared_noise(ranks, options.seed)
@@ -571,7 +571,8 @@ def assemble(
     check_ids(prompt, target.vocab_size)
     context = target.draft_context(options.tokenizer, draft_cache)
     context = replace(context, **{"num_unseen": len(history)} | (of_batch or {}))
-    check_drafter_fits(drafter, context)
+    if drafter is not None:
+        drafter.check(context)
     if length is None:
         tuning = tuning_for(model) if options.tuning is None else options.tuning
         length = make_draft_length(options.num_draft_tokens, tuning)

@@ -28,11 +28,7 @@ from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Drafter,
-    ReadsTarget,
     all_drafters,
-    key_of,
-    models_of,
-    optional,
 )
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.value import DraftLength, Fixed
@@ -136,13 +132,13 @@ def shared_noise(ranks: Ranks | None, seed: int | None) -> Noise:
 def check_drafts_alone(drafter: Drafter | None) -> None:
     """Raise DraftError for a drafter that one rank cannot ask while the others wait."""
     for part in all_drafters(drafter):
-        name = type(part).__name__
-        if any(group_of(model) is not None for model in models_of(part)):
+        name = part.class_name
+        if any(group_of(model) is not None for model in part.models()):
             raise DraftError(
                 f"{name} drafts with layers that are spread over the ranks, as the target's are, "
                 "and ranks draft one by one. Use a draft model that is whole on each."
             )
-        if isinstance(part, ReadsTarget) and part.features.caches:
+        if part.features is not None and part.features.caches:
             raise DraftError(
                 f"{name} reads the target's keys and values, of which each rank has a part. Use a "
                 "draft model, or a head that reads states."
@@ -177,9 +173,7 @@ class SharedDrafting(Drafting):
         self.is_lost = False
         self.first_end = 0
         self._num_met = 0  # tokens of the text at the latest meeting
-        self._everywhere = [
-            key_of(part) for part in all_drafters(drafter) if optional(part, "on_every_rank")
-        ]
+        self._everywhere = [part.key for part in all_drafters(drafter) if part.on_every_rank]
 
     def begin(self, context: DraftContext) -> None:
         """Begin the session on rank 0 or everywhere, and see that it could be."""

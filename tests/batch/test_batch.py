@@ -86,7 +86,7 @@ def oracle(name: str = "qwen2", wrong: float = 0.4) -> OracleDrafter:
 
 
 @dataclass(frozen=True, eq=False)
-class Sessions:
+class Sessions(sd.Drafter):
     """A drafter that drafts nothing, or has each prompt's session made; those that were begun."""
 
     make: Callable[[Sequence[int]], Any] = lambda prompt: ScriptedSession(lambda start, limit: [])

@@ -132,7 +132,7 @@ def test_a_draft_that_was_drawn_is_cut_by_its_length_alone() -> None:
     assert kept([1, 2, 3, 4], likely, drawn=False) == [4, 4]
 
 
-class Guesses:
+class Guesses(sd.Drafter):
     """Drafts the texts, wrong at every `period`th token."""
 
     def __init__(self, texts: Sequence[RecordedText], period: int) -> None:
@@ -144,7 +144,7 @@ class Guesses:
         for i in range(self.period - 1, len(drafts), self.period):
             drafts[i] = (drafts[i] + 1) % narrow.NUM_TOKENS
         session = scripted.ScriptedSession(lambda start, limit: drafts[start : start + limit])
-        session.cheap = True  # type: ignore[attr-defined]
+        session.cheap = True
         return session
 
 

@@ -22,7 +22,7 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from simulated import know
-from specdec_mlx.contracts import Evidence, key_of
+from specdec_mlx.contracts import Evidence
 from specdec_mlx.draft_length import chances as chances_module
 from specdec_mlx.draft_length import costs, store
 from specdec_mlx.draft_length.chances import EDGES, PRIORS, Chances
@@ -417,7 +417,7 @@ def test_generations_go_on_learning_where_the_last_one_stopped() -> None:
         before = len(learning.cost_model(0).plain)
         options: dict[str, Any] = {"max_tokens": 30, "tuning": tuning}
         list(sd.speculate(model, [5, 17, 99, 3] * 3, drafter, **options))
-        assert set(learning.drafters) == {key_of(drafter)}
+        assert set(learning.drafters) == {drafter.key}
         assert len(learning.cost_model(0).plain) >= max(1, before)
         assert learning is own or not own.drafters
     assert tuning_for(model) is own

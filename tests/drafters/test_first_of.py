@@ -22,10 +22,7 @@ from specdec_mlx.contracts import (
     DraftContext,
     Evidence,
     RoundRecord,
-    SessionGroups,
-    key_of,
     models_of,
-    session_groups,
 )
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto
@@ -223,7 +220,7 @@ def test_a_drafter_that_stands_in_two_places_learns_from_each_of_its_drafts(
     draft = sd.ModelDrafter(model)
     auto = FreeSteps()
     run(model, text, sd.drafters.FirstOf(wrong(text), draft, sd.drafters.FirstOf(draft)), auto)
-    assert auto.tuning.of(key_of(draft)).chances.recent > 0.5
+    assert auto.tuning.of(draft.key).chances.recent > 0.5
 
 
 class Refusing:
@@ -333,11 +330,13 @@ def test_who_asks_outside_of_the_loop_gets_the_loops_choice(model: Any, text: li
 
 
 def test_combinations_leave_the_choice_to_the_loop() -> None:
-    """They say who is asked; none of them has a `propose` that could answer otherwise."""
-    for kind in (sd.drafters.FirstOf, sd.BestOf):
-        session = kind(sd.SuffixDrafter(), sd.NGramDrafter()).begin(PROMPT, DraftContext())
-        assert isinstance(session, SessionGroups)
-        assert not hasattr(session, "propose")
+    """They say who is asked; asked itself, one takes the longest match of the first group."""
+    text, free = [5, 6, 7, 8, 9, 5, 6, 7, 8], (sd.NGramDrafter(), sd.SuffixDrafter())
+    for kind, sizes in ((sd.drafters.FirstOf, [1, 1]), (sd.BestOf, [2])):
+        session = kind(*free).begin(text, DraftContext())
+        assert [len(group) for group in session.groups("")] == sizes
+        best = free[len(sizes) == 1].begin(text, DraftContext())
+        assert session.propose(3) == best.propose(3)
 
 
 class Ranking(Auto):
@@ -391,7 +390,7 @@ def test_groups_are_asked_in_order(model: Any, text: list[int]) -> None:
     """
     best = sd.BestOf(right(text, "a"), wrong(text, "b"))
     drafter = sd.drafters.FirstOf(right(text[:12], "first"), best)
-    groups = session_groups(drafter.begin(PROMPT, DraftContext()), drafter.key)
+    groups = drafter.begin(PROMPT, DraftContext()).groups(drafter.key)
     assert [[key for key, _ in group] for group in groups] == [["first"], ["a", "b"]]
     length = Limits(cheap=3, expensive=3)
     run(model, text, drafter, length)
@@ -399,7 +398,7 @@ def test_groups_are_asked_in_order(model: Any, text: list[int]) -> None:
     assert drafting.index("a") == drafting.count("first") > 0
     assert best.key not in (sd.drafters.FirstOf(*best.drafters).key, drafter.key)
     tree = lab.TreeOf(sd.SuffixDrafter(), sd.NGramDrafter())
-    groups = session_groups(sd.BestOf(tree, best).begin(PROMPT, DraftContext()), "")
+    groups = sd.BestOf(tree, best).begin(PROMPT, DraftContext()).groups("")
     assert [key for key, _ in groups[0]] == [tree.key, "a", "b"]
     with pytest.raises(ValueError, match=r"BestOf\(\) has nothing"):
         sd.BestOf()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import specdec_mlx as sd
 import tiny_text
-from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter, GrammarProcessor
-from specdec_mlx.drafters.guided import with_forced
+from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter, GrammarProcessor, with_forced
 
 
 def test_each_grammar_has_one_drafter_and_no_other_has_any() -> None:

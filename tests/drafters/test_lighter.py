@@ -17,7 +17,6 @@ from command_line import run
 from lossless import PROMPT, ROUGH, Case, largest_difference, plain_text, spoken
 from scripted import Recorder
 from selection import cases, in_one_test
-from specdec_mlx.contracts import key_of
 from specdec_mlx.drafters.lighter import first_layers
 
 RUNS = ("llama", "gemma3_text", "mamba2", "qwen3_next", "falcon_h1", "deepseek_v3", "gpt2")
@@ -49,7 +48,7 @@ def test_the_model_that_was_given_is_left_alone(num_layers: int) -> None:
     assert not mx.allclose(logits_of(lighter), logits, atol=1e-3)
     assert arrays == after
     assert mx.array_equal(logits_of(model), logits)
-    keys = [key_of(sd.ModelDrafter(m)) for m in (model, lighter, first_layers(again, num_layers))]
+    keys = [sd.ModelDrafter(m).key for m in (model, lighter, first_layers(again, num_layers))]
     assert keys[0] != keys[1] == keys[2]
 
 

@@ -61,9 +61,10 @@ PEAKED = Source(
 """A draft model that is sure in some places and not in others."""
 
 
-class Timed:
+class Timed(sd.Session):
     """A session that is as sure of each token, and a clock of its own."""
 
+    can_stop = True
     now = 0.0
 
     def __init__(self, step: float) -> None:

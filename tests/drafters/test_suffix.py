@@ -15,7 +15,7 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.contracts import Draft, DraftContext, Evidence, key_of, places_class, share_class
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, places_class, share_class
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, paths_of, vote, weigh
 from specdec_mlx.lab import check_drafter
@@ -151,7 +151,7 @@ def test_a_memory_is_drafted_from_and_written_to(prompts: bool) -> None:
     """
     memory = sd.Memory(remember_prompts=prompts)
     session, early = begin([1, 2, 3], memory=memory), begin([4, 5], memory=memory)
-    key = key_of(sd.SuffixDrafter(memory))
+    key = sd.SuffixDrafter(memory).key
     session.observe([4, 5, 6, 7, 8])
     session.close(3 + 4)
     session.close(3 + 5)  # only once
@@ -160,7 +160,7 @@ def test_a_memory_is_drafted_from_and_written_to(prompts: bool) -> None:
     assert begin([9, 4, 5], memory=memory).propose(4).tokens == [6, 7]
     assert bool(begin([2], memory=memory).propose(4)) == prompts
     assert not early.propose(4)
-    assert key == key_of(sd.SuffixDrafter(memory)) != key_of(sd.SuffixDrafter())
+    assert key == sd.SuffixDrafter(memory).key != sd.SuffixDrafter().key
 
 
 def test_the_contract_is_kept_with_a_memory() -> None:
@@ -281,7 +281,7 @@ def test_what_was_outvoted_is_offered_and_drafted_as_a_tree() -> None:
     assert chains_of(sd.SuffixDrafter().begin([1, 2], CONTEXT), 4) == []
     short = lab.SuffixTreeDrafter(num_draft=2).begin(text, CONTEXT)
     assert short.propose(8).tokens == [5, 8]
-    assert key_of(lab.SuffixTreeDrafter()) != key_of(sd.SuffixDrafter())
+    assert lab.SuffixTreeDrafter().key != sd.SuffixDrafter().key
     assert sd.SuffixDrafter().begin([1, 2], CONTEXT).propose(4) == Draft()
 
 

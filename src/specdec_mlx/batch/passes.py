@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback, wait_for
-from specdec_mlx.contracts import Draft, Drafter, ReadsTarget, all_drafters
+from specdec_mlx.contracts import Draft, Drafter, all_drafters
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.exactness.recurrent_states import in_steps
 from specdec_mlx.models.anatomy import Call, watching
@@ -192,14 +192,14 @@ def _joined(pending: Any, draft: Draft, drafted: mx.array) -> list[int] | mx.arr
 
 def reads_caches(drafter: Drafter) -> bool:
     """True for a drafter that reads keys and values of the target, which rows do not show."""
-    return isinstance(drafter, ReadsTarget) and bool(drafter.features.caches)
+    return drafter.features is not None and bool(drafter.features.caches)
 
 
 def make_passes(model: nn.Module, options: Options, drafter: Drafter | None) -> BatchPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:
-        reason = f"{type(readers[0]).__name__} reads the target's caches, of one text at a time"
+        reason = f"{readers[0].class_name} reads the target's caches, of one text at a time"
     elif not can_hold_rows(model):
         return OneByOne()
     else:

@@ -10,20 +10,16 @@ import mlx.core as mx
 
 from specdec_mlx.contracts import (
     NO_DRAFT,
-    Closes,
     Draft,
     DraftContext,
     Drafter,
     RoundRecord,
     Session,
-    begin_session,
-    is_cheap,
-    key_of,
-    session_groups,
 )
 from specdec_mlx.draft_length.value import Auto, DraftLength, MayFork
 from specdec_mlx.errors import DraftError
 from specdec_mlx.exactness.features import FeatureFeed
+from specdec_mlx.strangers import begin_session
 
 if TYPE_CHECKING:
     from specdec_mlx.sequence import SequenceState
@@ -83,15 +79,12 @@ class Selection:
         cls, session: Session, key: str, length: DraftLength, may_fork: MayFork, stream: Any
     ) -> Selection:
         """Select among a session's parts; a session without parts is the only part."""
-        groups: Any = session_groups(session, key)
-        kinds = [{is_cheap(one) for _, one in group} for group in groups]
+        groups = session.groups(key)
+        kinds = [{one.cheap for _, one in group} for group in groups]
         if not length.values_drafts and any(len(kind) > 1 for kind in kinds):
             length = Auto(given=length)
         parts = [
-            [
-                SessionPart(key, is_cheap(one), length.begin(key, one, may_fork))
-                for key, one in group
-            ]
+            [SessionPart(key, one.cheap, length.begin(key, one, may_fork)) for key, one in group]
             for group in groups
         ]
         is_free = all(kind == {True} for kind in kinds)
@@ -100,7 +93,7 @@ class Selection:
     def choose(self, room: Room) -> Choice:
         """The draft that is worth most, of the first group of sessions that has one.
 
-        No token that was drawn decides; see `contracts.SessionGroups`.
+        No token that was drawn decides; see `Session.groups`.
         """
         reasons, was_paid = [NOT_WORTH], False
         for group in self.groups:
@@ -200,7 +193,7 @@ class Drafting:
         prompt = list(self.sequence.tokens)
         self.session = begin_session(self.drafter, prompt, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
-        key = key_of(self.drafter)
+        key = self.drafter.key
         self.selection = Selection.of(self.session, key, self.length, self.may_fork, self.stream)
 
     def may_fork(self) -> bool:
@@ -231,7 +224,7 @@ class Drafting:
 
     def close(self, end: int) -> None:
         """Tell the session that the first `end` tokens are all that the caller has."""
-        if isinstance(self.session, Closes):
+        if self.session is not None:
             self.session.close(end)
 
     def room(self) -> int:

@@ -11,6 +11,7 @@ a_i the chance that token i is accepted if those before it were (`chances`), cos
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -25,14 +26,11 @@ from specdec_mlx.contracts import (
     NO_DRAFT,
     ROOT,
     Draft,
-    DraftSession,
     Evidence,
     RoundRecord,
-    SeesTarget,
+    Session,
     Step,
-    Stepwise,
     chain,
-    optional,
 )
 from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.draft_length.costs import WIDTHS, CostModel
@@ -79,7 +77,7 @@ class DraftLength:
     def record(self, round_: RoundRecord) -> None:
         """Learn from a finished round; by default nothing."""
 
-    def begin(self, part: str, session: DraftSession, may_fork: MayFork) -> Propose:
+    def begin(self, part: str, session: Session, may_fork: MayFork) -> Propose:
         """Register a session; returns the function that gets its drafts, by most tokens."""
         return session.propose
 
@@ -240,7 +238,7 @@ class Model:
     A token's value is compared with the measured cost of its step, where AdaEDL (Agrawal et al.
     2024) and SpecDec++ (Huang et al. 2024) have thresholds.
 
-    can_stop: True if its session is `Stepwise`. most_unread: bound of the text's tokens that it
+    can_stop: True if its session can. most_unread: bound of the text's tokens that it
     reads when it is asked. unread: tokens of the text that it has not read, None for all. charge:
     cost of reading them. pause: rounds until it is asked again.
     """
@@ -308,13 +306,13 @@ class Model:
         """All of it: `limit` or `goes_on` chose the length."""
         return len(draft)
 
-    def propose_while_worth(self, session: Stepwise, limit: int) -> Draft:
+    def propose_while_worth(self, session: Session, limit: int) -> Draft:
         """Its draft, as long as the next token is worth its steps."""
         self._times = [self.prices.clock()]
         return session.propose_while(limit, self.goes_on)
 
     def goes_on(self, evidence: Sequence[Evidence]) -> Step:
-        """Weigh the latest token and those that could follow it; see `contracts.Stepwise`."""
+        """Weigh the latest token and those that could follow it; see `Session.propose_while`."""
         length, latest, learned = len(evidence), evidence[-1], self.learned
         free = latest.is_free
         if not free:
@@ -366,6 +364,17 @@ class Model:
         return extra
 
 
+class ValuedSession(ABC):
+    """A look-up's session that drafts what is worth most, as a tree if that is best."""
+
+    @abstractmethod
+    def propose_tree(self, limit: int, values: Auto, may_fork: MayFork) -> Draft:
+        """The chain or tree of at most `limit` tokens that is worth most to `values`.
+
+        may_fork: asked if a tree is best.
+        """
+
+
 @dataclass
 class Auto(DraftLength):
     """As many tokens as pay, 0 included. `tuning` learns; each drafter is one of the `parts`.
@@ -386,15 +395,15 @@ class Auto(DraftLength):
             self.prices = Prices(self.tuning.cost_model())
             self.prices.update(self.prices.cost_model)
 
-    def begin(self, part: str, session: DraftSession, may_fork: MayFork) -> Propose:
+    def begin(self, part: str, session: Session, may_fork: MayFork) -> Propose:
         """Register a session; returns the function that gets its drafts."""
         if self.given is not None:
             return session.propose
-        if (grown := optional(session, "propose_tree")) is not None:
+        if isinstance(session, ValuedSession):
             self.part(part, LookUp)
-            return lambda limit: grown(limit, self, may_fork)
-        if isinstance(session, Stepwise) and not (optional(session, "forks") and may_fork()):
-            most_unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
+            return lambda limit: session.propose_tree(limit, self, may_fork)
+        if session.can_stop and not (session.forks and may_fork()):
+            most_unread = MANY_WAITING if session.reads_target else inf
             # which two sessions of one drafter share
             model = self.part(part, Model, can_stop=True, most_unread=most_unread)
             return lambda limit: model.propose_while_worth(session, limit)

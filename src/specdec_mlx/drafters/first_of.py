@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from specdec_mlx.contracts import (
-    Checks,
-    Closes,
-    DraftContext,
-    Drafter,
-    Session,
-    keeps_draft_cache,
-    key_of,
-    session_groups,
-    session_parts,
-)
+from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter, Session
+from specdec_mlx.strangers import as_drafter, begin_session
 
 
-class Several:
+class Several(Drafter):
     """A drafter made of `drafters`, each of which may refuse the target."""
-
-    drafters: Sequence[Drafter]
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> Any:
         """This drafter, made of changed ones; itself where they cannot be changed."""
@@ -30,7 +20,7 @@ class Several:
 
     def check(self, context: DraftContext) -> None:
         """Let each of them refuse the target; ValueError if two would fill the same caches."""
-        num_keepers = sum(keeps_draft_cache(one, context) for one in self.drafters)
+        num_keepers = sum(one.keeps_draft_cache(context) for one in self.drafters)
         if context.draft_cache is not None and num_keepers > 1:
             raise ValueError(
                 f"prompt_cache holds {len(context.draft_cache)} caches behind the target's, for "
@@ -38,25 +28,46 @@ class Several:
                 "them. Give the target's caches alone, or draft with one of these models."
             )
         for drafter in self.drafters:
-            if isinstance(drafter, Checks):
-                drafter.check(context)
+            drafter.check(context)
 
     def keeps_draft_cache(self, context: DraftContext) -> bool:
         """True if one of them does."""
-        return any(keeps_draft_cache(one, context) for one in self.drafters)
+        return any(one.keeps_draft_cache(context) for one in self.drafters)
 
 
 def context_for(drafter: Drafter, context: DraftContext) -> DraftContext:
     """The context of a part of a combination: draft caches are for the part that keeps them."""
-    if context.draft_cache is None or keeps_draft_cache(drafter, context):
+    if context.draft_cache is None or drafter.keeps_draft_cache(context):
         return context
     return replace(context, draft_cache=None)
 
 
-class SeveralSession:
-    """One generation, seen by all of the sessions."""
+class CombinedSession(Session):
+    """One generation of several drafters, which are asked in its place."""
 
-    sessions: Sequence[Session]
+    def __init__(self, keyed: Sequence[tuple[str, Session]], *, in_one_group: bool = False) -> None:
+        """keyed: sessions, each with its drafter's key. in_one_group: they compete."""
+        self.sessions = [session for _, session in keyed]
+        self._parts = [part for key, session in keyed for part in session.parts(key)]
+        groups = [list(group) for key, session in keyed for group in session.groups(key)]
+        self._groups = [[*chain.from_iterable(groups)]] if in_one_group else groups
+        self.cheap = all(part.cheap for _, part in self._parts)
+
+    def parts(self, key: str) -> Sequence[tuple[str, Session]]:
+        """The parts of all of them."""
+        return self._parts
+
+    def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
+        """The groups of all of them, in order, or one group."""
+        return self._groups
+
+    def propose(self, limit: int) -> Draft:
+        """The longest match in the first group that has a draft."""
+        for group in self._groups:
+            drafts = [draft for _, part in group if len(draft := part.propose(limit))]
+            if drafts:
+                return max(drafts, key=lambda draft: draft.match)
+        return NO_DRAFT
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell all of them."""
@@ -64,20 +75,9 @@ class SeveralSession:
             session.observe(tokens)
 
     def close(self, length: int) -> None:
-        """Close those that want to know."""
+        """Close all of them."""
         for session in self.sessions:
-            if isinstance(session, Closes):
-                session.close(length)
-
-
-class CombinedSession(SeveralSession):
-    """One generation of several drafters; see `contracts.SessionGroups`."""
-
-    def __init__(self, keyed: Sequence[tuple[str, Session]]) -> None:
-        """keyed: sessions, each with its drafter's key."""
-        self.sessions = [session for _, session in keyed]
-        self.parts = [part for key, session in keyed for part in session_parts(session, key)]
-        self.groups = [group for key, session in keyed for group in session_groups(session, key)]
+            session.close(length)
 
 
 @dataclass(frozen=True)
@@ -86,25 +86,27 @@ class FirstOf(Several):
 
     drafters: tuple[Drafter, ...]
 
-    def __init__(self, *drafters: Drafter) -> None:
+    def __init__(self, *drafters: Any) -> None:
         if not drafters:
             name = type(self).__name__
             raise ValueError(f"{name}() has nothing to try. Give at least one drafter.")
-        object.__setattr__(self, "drafters", drafters)
+        object.__setattr__(self, "drafters", tuple(map(as_drafter, drafters)))
 
     @property
     def key(self) -> str:
         """The keys of its parts, in order."""
-        return f"{type(self).__name__}({', '.join(map(key_of, self.drafters))})"
+        return f"{type(self).__name__}({', '.join(one.key for one in self.drafters)})"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
         """Begin with each of them."""
-        return CombinedSession(
-            [
-                (key_of(drafter), drafter.begin(list(prompt), context_for(drafter, context)))
-                for drafter in self.drafters
-            ]
-        )
+        return CombinedSession(self.begun(prompt, context))
+
+    def begun(self, prompt: Sequence[int], context: DraftContext) -> Sequence[tuple[str, Session]]:
+        """A session of each of them, with its key."""
+        return [
+            (one.key, begin_session(one, list(prompt), context_for(one, context)))
+            for one in self.drafters
+        ]
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
         """This combination, of changed drafters."""
@@ -124,6 +126,4 @@ class BestOf(FirstOf):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
         """Begin with each of them, in one group."""
-        session = super().begin(prompt, context)
-        session.groups = [[part for group in session.groups for part in group]]
-        return session
+        return CombinedSession(self.begun(prompt, context), in_one_group=True)

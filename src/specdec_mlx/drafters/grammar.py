@@ -16,7 +16,15 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.contracts import Draft, DraftContext
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Drafter,
+    LogitsProcessor,
+    Session,
+    all_drafters,
+)
+from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.errors import GrammarError, MissingPackageError
 from specdec_mlx.models.loading import PerModel, unwrapped
@@ -126,7 +134,7 @@ class GrammarProcessor:
 
 
 @dataclass(frozen=True)
-class GrammarDrafter:
+class GrammarDrafter(Drafter):
     """Drafts the tokens that a `GrammarProcessor` of the generation forces.
 
     Elsewhere it has no draft: `FirstOf(GrammarDrafter(), PromptLookupDrafter())`.
@@ -154,7 +162,17 @@ class GrammarDrafter:
         )
 
 
-class GrammarSession:
+def with_forced(drafter: Drafter | None, processors: Sequence[LogitsProcessor]) -> Drafter | None:
+    """The drafter, asked after those of what grammars among a generation's processors force."""
+    if drafter is None:
+        return None
+    own = any(isinstance(one, GrammarDrafter) for one in all_drafters(drafter))
+    if own or not any(isinstance(one, GrammarProcessor) for one in processors):
+        return drafter
+    return FirstOf(GrammarDrafter(), drafter)
+
+
+class GrammarSession(Session):
     """One generation's place in the grammar."""
 
     cheap = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from specdec_mlx.caches import (
     states_of,
     wait_for,
 )
-from specdec_mlx.contracts import DraftContext
+from specdec_mlx.contracts import DraftContext, Drafter
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import (
@@ -48,7 +47,7 @@ TOKENIZERS = ("any", "same")
 
 
 @dataclass(frozen=True, eq=False)
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Draft with any mlx-lm model.
 
     Args:
@@ -87,6 +86,10 @@ class ModelDrafter:
     def key(self) -> str:
         """The model by its content, and how it drafts."""
         return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)})"
+
+    def models(self) -> Sequence[nn.Module]:
+        """The draft model."""
+        return [self.model]
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a target with a tokenizer that is not taken.
@@ -167,17 +170,6 @@ class ModelSession(WritingSession):
         """Keep the accepted part of the last proposal in the caches."""
         self.rollback.rewind_to(len(self.tokens) + len(tokens) - 1)
         super().observe(tokens)
-
-    def fork(self) -> ModelSession:
-        """Copy the caches; what cannot be trimmed in the copy is read again."""
-        other, caches = copy.copy(self), self.rollback.caches
-        other.tokens = list(self.tokens)
-        other.chances = copy.deepcopy(self.chances)
-        if can_trim_prompt_cache(caches):
-            other.rollback = Rollback(copy.deepcopy(caches), self.rollback.position)
-        else:
-            other.rollback = Rollback.of(self.model)
-        return other
 
     def catch_up(self) -> None:
         """Feed the text, in chunks, but for its last tokens, which a draft's first pass feeds."""

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec_mlx.arguments import require
-from specdec_mlx.contracts import Draft, DraftContext, Evidence, places_class, share_class
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Drafter,
+    Evidence,
+    Session,
+    places_class,
+    share_class,
+)
 
 MAX_ORDER = 8
 
@@ -136,7 +144,7 @@ class NGramCounts:
 
 
 @dataclass(frozen=True)
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """Proposes the most frequent continuation of the longest known context (akunu's predictor).
 
     An n-gram of order n is a context of n - 1 tokens and the token after it; of equally frequent
@@ -168,7 +176,7 @@ class NGramDrafter:
         return NGramSession(self, prompt)
 
 
-class NGramSession:
+class NGramSession(Session):
     """One generation's counts, drafting deterministically."""
 
     cheap = True

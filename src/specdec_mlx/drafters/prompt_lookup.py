@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec_mlx.arguments import require, require_cap
-from specdec_mlx.contracts import Draft, DraftContext, Evidence
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence, Session
 
 MAX_MATCH = 64  # longest match that is measured, in tokens; confidence has saturated long before
 
 
 @dataclass(frozen=True)
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Copies what followed the longest earlier match of the last tokens (Saxena 2023).
 
     max_ngram, min_ngram: longest and shortest match that is looked up, in tokens, 1 to 8; matches
@@ -43,7 +43,7 @@ class PromptLookupDrafter:
         return PromptLookupSession(self, prompt)
 
 
-class PromptLookupSession:
+class PromptLookupSession(Session):
     """One generation's text and its index."""
 
     cheap = True

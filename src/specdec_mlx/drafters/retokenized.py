@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.caches import Rollback, leaves, strategy_for, wait_for
-from specdec_mlx.contracts import Draft, DraftContext
+from specdec_mlx.contracts import Draft, DraftContext, Session
 from specdec_mlx.drafters.drawing import ChainDraws, draft_to
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, Spelling
 from specdec_mlx.sampling import Sampling
@@ -120,7 +120,7 @@ def _readable(data: bytes) -> str:
 
 
 @dataclass(eq=False)
-class Retokenized:
+class Retokenized(Session):
     """The side of a draft model with another tokenizer in one generation.
 
     Its caches hold tokens of its own, `fed`, and go back to what these have in common with the

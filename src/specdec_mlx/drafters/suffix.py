@@ -15,7 +15,16 @@ from math import ldexp
 from operator import itemgetter
 
 from specdec_mlx.arguments import require, require_cap
-from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, places_class, share_class
+from specdec_mlx.contracts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    Drafter,
+    Evidence,
+    Session,
+    places_class,
+    share_class,
+)
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context, ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
@@ -114,7 +123,7 @@ MEMORY_WEIGHT = 0.3  # of a place in a memory, to one of equal match in the text
 
 
 @dataclass(frozen=True)
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Copies what followed the places that match best, in the text and in a memory.
 
     Places vote, token by token; those outvoted drop out, and the draft ends when none remains. A
@@ -165,7 +174,7 @@ class SuffixDrafter:
         return memory
 
 
-class SuffixSession:
+class SuffixSession(Session):
     """One generation's text, its index, and the memory as it was at the beginning."""
 
     cheap = True

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from specdec_mlx.arguments import whole
-from specdec_mlx.contracts import Draft, DraftContext, GoesOn
+from specdec_mlx.contracts import Draft, DraftContext, GoesOn, Session
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import (
     DRAWN_AT_ONCE,
@@ -40,7 +40,7 @@ def way_of_writing(drafter: Any) -> str:
     return f"greedy={drafter.greedy}, draft_temp={drafter.draft_temp}{branches}"
 
 
-class WritingSession(ABC):
+class WritingSession(Session):
     """A session that draws its drafts from logits, which two methods of its own bring.
 
     `begin_draft` reads what was missed of the text, `next_logits` goes on from there.
@@ -73,7 +73,7 @@ class WritingSession(ABC):
         parents: of these among all that were given, `ROOT` for the text; None in a chain.
         """
 
-    def end_draft(self) -> None:  # noqa: B027  # most hold nothing
+    def end_draft(self) -> None:  # most hold nothing
         """Release what was held for the draft; by default nothing is."""
 
     @property

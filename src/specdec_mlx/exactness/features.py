@@ -12,13 +12,8 @@ from specdec_mlx.contracts import (
     FeatureRows,
     Features,
     Outcome,
-    ReadsTarget,
-    SeesTarget,
     Session,
     all_drafters,
-    key_of,
-    optional,
-    session_parts,
 )
 from specdec_mlx.errors import DraftError
 from specdec_mlx.token_ids import to_list
@@ -35,11 +30,9 @@ class FeatureFeed:
     then, as on several ranks, since all may have to take part.
     """
 
-    def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Verifier) -> None:
+    def __init__(self, readers: Sequence[tuple[Session, Features]], target: Verifier) -> None:
         self._readers = readers
-        self._rejected_readers = [
-            (see, wish) for session, wish in readers if (see := optional(session, "see_rejected"))
-        ]
+        self._rejected_readers = [reader for reader in readers if reader[1].rejected]
         self._target = target
         self._num_shown = 0
         self.at_once = False
@@ -51,17 +44,16 @@ class FeatureFeed:
         Raises DraftError for a session without `see`, UnreadableError for what the target does not
         show.
         """
-        wishes = {
-            key_of(part): part for part in all_drafters(drafter) if isinstance(part, ReadsTarget)
-        }
         readers = []
-        for key, part in session_parts(session, key_of(drafter)):
-            if key not in wishes:
+        by_key = {one.key: one for one in all_drafters(drafter)}
+        for key, part in session.parts(drafter.key):
+            owner = by_key.get(key)
+            if owner is None or (wanted := owner.features) is None:
                 continue
-            name = type(wishes[key]).__name__
-            if not isinstance(part, SeesTarget):
+            if not part.reads_target:
+                name = owner.class_name
                 raise DraftError(f"{name} wants features, and its session has no see(features).")
-            readers.append((part, wishes[key].features))
+            readers.append((part, wanted))
         if not readers:
             return None
         target.tap(_all_of([wanted for _, wanted in readers]))
@@ -70,7 +62,7 @@ class FeatureFeed:
     @classmethod
     def of_nobody(cls, drafter: Drafter | None, target: Verifier) -> FeatureFeed | None:
         """The feed where the sessions are on another rank: this one computes as much."""
-        wishes = [part.features for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
+        wishes = [wanted for part in all_drafters(drafter) if (wanted := part.features)]
         if not wishes:
             return None
         target.tap(_all_of(wishes))
@@ -101,8 +93,8 @@ class FeatureFeed:
         if left:
             drafted = to_list(current.under_way.draft.tokens)
             not_kept = rows.rows([current.num_pending + node for node in left])
-            for see_rejected, wanted in self._rejected_readers:
-                see_rejected([drafted[node] for node in left], not_kept.only(wanted))
+            for session, wanted in self._rejected_readers:
+                session.see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
     def _show(self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]) -> None:
         """Show new rows from position `start` on, by ascending `indices` of those of the text."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import Draft, Session, SessionGroups
+from specdec_mlx.contracts import Draft, Session
 from specdec_mlx.draft_length.drafting import ANY_LENGTH, Selection
 from specdec_mlx.draft_length.value import Fixed
 
 
 def proposing(session: Session, key: str) -> Callable[[int], Draft]:
     """The way to a session's drafts outside of the loop; key: of its drafter."""
-    if not isinstance(session, SessionGroups):
+    if session.groups(key) == [[(key, session)]]:
         return session.propose
     stream = mx.default_stream(mx.default_device())
     selection = Selection.of(session, key, Fixed(ANY_LENGTH), lambda: True, stream)

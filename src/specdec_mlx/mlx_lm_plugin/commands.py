@@ -123,8 +123,8 @@ class Command:
                 self.speculation.drafter = self.flags.drafter(loaded[0])
                 for part in all_drafters(self.speculation.drafter):
                     # heads, and what learns on
-                    if describe := getattr(part, "describe", None):
-                        print(f"Drafting with {describe()}", file=sys.stderr)
+                    if line := part.describe():
+                        print(f"Drafting with {line}", file=sys.stderr)
             if self.flags.keeps_tuning:
                 adapter = kwargs.get("adapter_path")
                 self.stack.enter_context(kept_tuning(loaded[0], str(name), adapter))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx import contracts
-from specdec_mlx.contracts import DraftContext, Drafter, Session
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, Session
 from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -27,21 +26,12 @@ class Wrapper(Several):
     @property
     def key(self) -> str:
         """The wrapped drafter's."""
-        return contracts.key_of(self.drafter)
+        return self.drafter.key
 
     @property
     def drafters(self) -> Sequence[Drafter]:  # type: ignore[override]
         """The wrapped drafter."""
         return (self.drafter,)
-
-
-class WrappedSession:
-    """A session that is told of its end by another function; the rest is its own."""
-
-    def __init__(self, session: Session, key: str, close: Callable[[int], None]) -> None:
-        self.observe, self.close = session.observe, close
-        self.parts = contracts.session_parts(session, key)
-        self.groups = contracts.session_groups(session, key)
 
 
 @dataclass(frozen=True)
@@ -97,16 +87,45 @@ class Kept(Wrapper):
         own = replace(context, draft_cache=caches, num_unseen=0)
         session = self.drafter.begin(rest, own)
         assert isinstance(session, ModelSession)
+        return KeptSession(self, session, held, caches)
 
-        def close(length: int) -> None:
-            """Store the caches as far as the model has read."""
-            if isinstance(session, SharedModelSession):
-                session.close(length - len(held))
-            read = session.rollback
-            with suppress(CacheRollbackError):
-                read.rewind_to(length - len(held))
-                if read.position > 0:
-                    tokens = [*held, *session.tokens[: read.position]]
-                    self.store.insert_cache(self.place, tokens, caches)
 
-        return WrappedSession(session, self.key, close)
+@dataclass(eq=False)
+class KeptSession(Session):
+    """A draft model's session around the one that drafts, which stores the caches at its end.
+
+    held: tokens of the prompt that the caches held at the beginning.
+    """
+
+    kept: Kept
+    session: ModelSession
+    held: list[int]
+    caches: list[Any]
+
+    def parts(self, key: str) -> Sequence[tuple[str, Session]]:
+        """The session that drafts."""
+        return self.session.parts(key)
+
+    def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
+        """The session that drafts is asked."""
+        return self.session.groups(key)
+
+    def propose(self, limit: int) -> Draft:
+        """Its draft."""
+        return self.session.propose(limit)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Tell it."""
+        self.session.observe(tokens)
+
+    def close(self, length: int) -> None:
+        """Store the caches as far as the model has read."""
+        session, length = self.session, length - len(self.held)
+        if isinstance(session, SharedModelSession):
+            session.close(length)
+        read = session.rollback
+        with suppress(CacheRollbackError):
+            read.rewind_to(length)
+            if read.position > 0:
+                tokens = [*self.held, *session.tokens[: read.position]]
+                self.kept.store.insert_cache(self.kept.place, tokens, self.caches)

@@ -29,8 +29,7 @@ from specdec_mlx.batch_generation import batch_generate
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
-from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
-from specdec_mlx.drafters.guided import with_forced
+from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor, with_forced
 from specdec_mlx.errors import MlxLmVersionError
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import Options

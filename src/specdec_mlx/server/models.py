@@ -23,7 +23,7 @@ from mlx_lm.utils import hf_repo_to_path, load_config, load_tokenizer
 from specdec_mlx import vision
 from specdec_mlx.arguments import name_in, unknown
 from specdec_mlx.caches import leaves_of
-from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
+from specdec_mlx.contracts import DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
 from specdec_mlx.drafters.choosing.candidates import models_in
@@ -53,6 +53,7 @@ from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.pictures import Sight
 from specdec_mlx.server.prefix_files import PrefixFiles, files_for, stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
+from specdec_mlx.strangers import as_given
 
 MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
 
@@ -382,7 +383,7 @@ class Models:
         is_given = loaded.name == self.settings.model
         loaded.drafters |= self._made
         drafters = self._drafters(self._fitting(self._specs, loaded), loaded)
-        parts = [part for drafter in drafters for part in all_drafters(drafter)]
+        parts = [as_given(part) for drafter in drafters for part in all_drafters(drafter)]
         options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
         for kept in (*options, self.flags.remembered):
             if isinstance(kept, KeptFile):
@@ -390,9 +391,8 @@ class Models:
                     kept.check_tokenizer(loaded.tokenizer)
                 kept.refuses_others = False
         context = DraftContext(tokenizer=loaded.tokenizer)
-        for drafter in drafters:
-            if isinstance(drafter, Checks):
-                drafter.check(context)
+        for drafter in filter(None, drafters):
+            drafter.check(context)
 
     def _fitting(self, names: Iterable[str], loaded: Loaded) -> dict[str, str]:
         """Drafters by their names, as they are made; no draft model sees what a model sees.

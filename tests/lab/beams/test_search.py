@@ -19,7 +19,7 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.contracts import Draft, DraftContext, Features
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, Features, Session
 from specdec_mlx.draft_length.value import Auto, Fixed
 from specdec_mlx.lab.beams.search import (
     Beam,
@@ -67,7 +67,7 @@ def expected(name: str, num_beams: int) -> list[Found]:
 
 
 @dataclass
-class BeamOracle:
+class BeamOracle(Drafter, Session):
     """Guesses the beams of the coming steps as a tree, wrong in every `wrong`th node."""
 
     steps: list[Found]

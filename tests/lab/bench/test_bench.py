@@ -435,7 +435,7 @@ FLAT = linear_cost(0.0)
 
 
 @dataclass(frozen=True, eq=False)
-class Eager:
+class Eager(sd.Drafter):
     """Prompt lookup that is not cheap, so that the loop may not look ahead with it."""
 
     inner: sd.PromptLookupDrafter

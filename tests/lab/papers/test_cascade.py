@@ -22,7 +22,7 @@ from narrow import Counting
 from scripted import ScriptedDrafter
 from selection import cases, in_one_test
 from specdec_mlx import lab
-from specdec_mlx.contracts import Draft, DraftContext, Step, key_of
+from specdec_mlx.contracts import Draft, DraftContext, Session, Step
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.papers.cascade import CascadeSession
 from specdec_mlx.lab.proof.law import Tokens, state_after
@@ -33,7 +33,7 @@ from specdec_mlx.token_ids import to_list
 EXACT = 1e-6  # declared distributions come out of the session in float32
 
 
-class Found:
+class Found(Session):
     """A first session and a look-up: drafts what it was given, finds what that leads to."""
 
     def __init__(self, draft: Draft, state: int, found: list[Tokens]) -> None:
@@ -152,8 +152,8 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     model = target("llama")
     drafter = sd.drafters.make_drafter("cascade:then=prompt-lookup,num_first=3", draft_model=model)
     assert drafter is not None
-    assert key_of(drafter) == key_of(lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3))
-    assert key_of(drafter) != key_of(lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2))
+    assert drafter.key == lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3).key
+    assert drafter.key != lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2).key
     assert DrafterChoice(["cascade"], DraftModel("M")).ordered == ["cascade"]
     with pytest.raises(ValueError, match="draft-model"):
         sd.drafters.make_drafter("cascade")
@@ -164,7 +164,7 @@ def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
     model = Counting(target("llama", 1))
     drafter = lab.Cascade(sd.ModelDrafter(model), "suffix", num_first=2)
     kept = keeping_caches(drafter, LRUPromptCache())
-    assert key_of(kept) == key_of(drafter)
+    assert kept.key == drafter.key
     context = replace(context_of(0.0), prefill_step_size=4)
     said = [*PROMPT, 9, 31, 17]
     proposed, passes = [], []

@@ -22,7 +22,6 @@ from specdec_mlx.contracts import (
     FeatureRows,
     RoundRecord,
     all_drafters,
-    key_of,
     share_class,
 )
 from specdec_mlx.draft_length.store import Tuning
@@ -220,7 +219,7 @@ def test_what_is_said_after_rejected_rows_is_noted(
     assert [level[: len(window[0])] for level in begun._window.levels] == window
 
 
-KEY = key_of(lab.LookaheadDrafter())
+KEY = lab.LookaheadDrafter().key
 
 
 @in_one_test(("slope", "are_rows"), [(0.0, True), (0.005, True), (0.1, False), (None, False)])

@@ -220,12 +220,12 @@ def test_a_rule_that_is_wrong_on_trees_alone_fails(always: bool) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class OutOfStep:
+class OutOfStep(sd.Drafter):
     """Wrong: a draft model whose rejected tokens stay in its cache."""
 
     model: nn.Module
 
-    def begin(self, prompt: list[int], context: sd.drafters.DraftContext) -> sd.DraftSession:
+    def begin(self, prompt: Any, context: sd.drafters.DraftContext) -> sd.Session:
         session: Any = sd.ModelDrafter(self.model).begin(prompt, context)
 
         def observe(tokens: list[int]) -> None:
@@ -478,10 +478,10 @@ def test_remembered_logits_are_the_models(monkeypatch: pytest.MonkeyPatch) -> No
 # The drafter's state ------------------------------------------------------------------------------
 
 
-class Learning:
+class Learning(sd.Drafter):
     """Drafts its own next number, whatever the text; nothing says that it must not."""
 
-    def begin(self, prompt: list[int], context: sd.drafters.DraftContext) -> Any:
+    def begin(self, prompt: Any, context: sd.drafters.DraftContext) -> Any:
         numbers = iter(range(100))
         session = model_drafter().begin(prompt, context)
         session.propose = lambda limit: sd.Draft([next(numbers) % V])

@@ -19,7 +19,7 @@ import distribution
 import specdec_mlx as sd
 from selection import FULL, in_one_test
 from serving import chat, serving, text_of
-from specdec_mlx.contracts import Features, key_of
+from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
@@ -148,7 +148,7 @@ def test_drawn_texts_keep_the_targets_distribution_while_it_learns(tmp_path, mon
 def test_what_it_learns_is_what_drafts_and_what_is_saved(loaded, draft, learning):
     """The loss falls; the folder loads as an ordinary draft model with the weights that draft."""
     target, tokenizer = loaded
-    first, key = weights_of(learning.model), key_of(learning)
+    first, key = weights_of(learning.model), learning.key
     for _ in range(3):
         sd.generate(target, tokenizer, TEXT, drafter=learning, max_tokens=30)
     losses = [learning.trainer.learn() for _ in range(6)]
@@ -159,10 +159,10 @@ def test_what_it_learns_is_what_drafts_and_what_is_saved(loaded, draft, learning
     assert same(saved, weights_of(learning.model))
     assert not same(saved, first)
     assert json.loads((draft / "config.json").read_text())["torch_dtype"] == "float16"
-    assert key_of(learning) == key_of(learner_of(draft, target)) == key
+    assert learning.key == learner_of(draft, target).key == key
     greedy = learning.drafting_as(replace(learning.drafter, greedy=True))
     other = learner_of(Path(shutil.copytree(draft, draft.parent / "other")), target)
-    assert len({key, key_of(greedy), key_of(other)}) == 3
+    assert len({key, greedy.key, other.key}) == 3
 
 
 def test_memory_and_updates_are_bounded(loaded, draft, monkeypatch):
@@ -276,7 +276,7 @@ def test_a_server_makes_what_learns_on_for_its_target(folder, loaded, draft):
     second = made(load_model(folder)[0])
     assert second.trainer is not first.trainer
     assert same(weights_of(second.model), weights_of(first.model))
-    assert "greedy=True" in key_of(second)
+    assert "greedy=True" in second.key
 
 
 def test_what_cannot_learn_on_is_told_the_next_step(folder, loaded, draft, tmp_path, monkeypatch):

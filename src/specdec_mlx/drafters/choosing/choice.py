@@ -22,7 +22,7 @@ import mlx.nn as nn
 
 from specdec_mlx.arguments import AUTO, is_place, make_with, name_in, split_spec, wrong
 from specdec_mlx.arguments import add_lighter_arguments as add_lighter_arguments
-from specdec_mlx.contracts import Drafter, check_is_drafter
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
@@ -39,6 +39,7 @@ from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.models.loading import load_model
+from specdec_mlx.strangers import as_drafter
 
 AnyDrafter = Drafter | nn.Module | str | Path | list[Any] | None
 """What `drafter=` takes: a drafter, the name of one, a loaded model, the folder or repository of a
@@ -149,8 +150,7 @@ class DrafterChoice:
         if isinstance(one, nn.Module | Path) or (isinstance(one, str) and is_place_of_model(one)):
             return DraftModel(one).make(target=target)
         if not isinstance(one, str):
-            check_is_drafter(one)
-            drafter: Drafter | None = one
+            drafter: Drafter | None = as_drafter(one)
             return drafter
         if not takes_model(name := name_in(one)):
             takes_it = memory is not None and takes(name, "memory")

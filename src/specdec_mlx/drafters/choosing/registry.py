@@ -21,6 +21,7 @@ from specdec_mlx.arguments import MODEL_DRAFTER as MODEL_DRAFTER
 from specdec_mlx.arguments import NO_DRAFTER as NO_DRAFTER
 from specdec_mlx.arguments import PLACES, help_on, installed, load, make_with, split_spec, unknown
 from specdec_mlx.contracts import Drafter
+from specdec_mlx.strangers import as_drafter
 
 
 def drafter_names() -> list[str]:
@@ -81,7 +82,7 @@ def make_drafter(
                 f"Drafter {name!r}: it needs --draft-model MODEL, or in Python draft_model=. "
                 f"{help_on(kind)}"
             )
-    drafter: Drafter = make_with("drafter", name, kind, options)
+    drafter: Drafter = as_drafter(make_with("drafter", name, kind, options))
     return drafter
 
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 
-from specdec_mlx.contracts import DraftContext, FeatureRows, Features
+from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, Features
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.drafters.lighter import HEADS, some_rows
@@ -202,7 +202,7 @@ def is_norm(name: str, value: mx.array) -> bool:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """Draft with a trained head, which reads the states of the target that it was loaded for.
 
     Greedy targets and opaque samplers get the argmax; others draws from its logits under the
@@ -226,8 +226,12 @@ class HeadDrafter:
 
     @property
     def model(self) -> nn.Module:
-        """Weights to keep wired while it drafts."""
+        """The head."""
         return self.head
+
+    def models(self) -> Sequence[nn.Module]:
+        """The head."""
+        return [self.head]
 
     @property
     def features(self) -> Features:

@@ -12,9 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from specdec_mlx.arguments import whole
 from specdec_mlx.contracts import (
     DraftContext,
-    ReadsTarget,
     all_drafters,
-    check_drafter_fits,
 )
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
@@ -104,12 +102,13 @@ def beam_search(
         prefill_step_size=prefill_step_size,
     )
     for part in all_drafters(chosen):
-        if isinstance(part, ReadsTarget):
+        if part.features is not None:
             raise UnreadableError(
-                f"{type(part).__name__} reads the target's states, which it cannot of several "
+                f"{part.class_name} reads the target's states, which it cannot of several "
                 "beams at once. Give a draft model, or a drafter that looks tokens up."
             )
-    check_drafter_fits(chosen, context)
+    if chosen is not None:
+        chosen.check(context)
     drafting = None if chosen is None else BeamDrafting(chosen, tokens, context, stream)
     with wired_limit(model, [stream]):
         rows = BeamRows(model, tokens, num_beams, prefill_step_size, stream)

@@ -7,6 +7,7 @@ search goes on with the same pass as long as the beams of a step were guessed, o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -16,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback
@@ -26,19 +27,19 @@ from specdec_mlx.contracts import (
     Drafter,
     RoundRecord,
     Session,
-    begin_session,
-    key_of,
-    optional,
 )
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto, DraftLength, Fixed, make_draft_length
+from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.lab.papers.tree_drafts import texts_of
+from specdec_mlx.lab.papers.vertical_cascade import GuessedSession
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.models.anatomy import top_tokens
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.sequence import PromptReader
+from specdec_mlx.strangers import begin_session
 from specdec_mlx.target import check_draft
 from specdec_mlx.token_ids import read_all, to_ids
 
@@ -111,8 +112,7 @@ class BeamDrafting:
         for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
             session = before.get(source)
             if source in sources[i + 1 :]:
-                fork = optional(session, "fork")
-                session = None if fork is None else fork()
+                session = copy_of(session)
             if session is None:
                 session = begin_session(self.drafter, [*self.prompt, *text], self.context)
             elif len(text) > len(source):
@@ -123,9 +123,26 @@ class BeamDrafting:
         """How a beam may go on, up to `limit` tokens: one way for a chain, several for a tree."""
         with mx.stream(self.stream):
             session = self._sessions[beam.tokens]
-            draft = proposing(session, key_of(self.drafter))(limit)
+            draft = proposing(session, self.drafter.key)(limit)
         check_draft(draft, self.context.vocab_size or 0)
         return paths_of(draft, limit)
+
+
+def copy_of(session: Session | None) -> Session | None:
+    """A copy of a draft model's session that goes its own way, None for other sessions.
+
+    Caches that cannot be trimmed are not copied: the copy reads the text again.
+    """
+    if not isinstance(session, ModelSession) or isinstance(session, GuessedSession):
+        return None
+    other, caches = copy.copy(session), session.rollback.caches
+    other.tokens = list(session.tokens)
+    other.chances = copy.deepcopy(session.chances)
+    if can_trim_prompt_cache(caches):
+        other.rollback = Rollback(copy.deepcopy(caches), session.rollback.position)
+    else:
+        other.rollback = Rollback.of(session.model)
+    return other
 
 
 def paths_of(draft: Draft, limit: int) -> list[Tokens]:

@@ -47,6 +47,7 @@ from specdec_mlx.progress import progress_bar
 from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.strangers import as_drafter
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.rules import walk
 from specdec_mlx.trees.shape import depths_of
@@ -190,7 +191,7 @@ class ModelledClock(RoundClock):
 
 def replay_text(
     text: RecordedText,
-    drafter: Drafter | None,
+    drafter: Any,
     length: DraftLength,
     cost: CostCurve,
     *,
@@ -207,6 +208,7 @@ def replay_text(
     options, context = Options(max_tokens=max_tokens), greedy_context(vocab_size)
     prompt, stats = list(text.prompt), SpeculationStats()
     sequence = SequenceState(prompt, len(prompt), max_tokens)
+    drafter = as_drafter(drafter)
     drafting = Drafting(drafter, length, target, sequence, keeps_cache=False, stream=options.stream)
     clock = ModelledClock(cost=cost, drafting=drafting, draft_seconds=draft_seconds)
     generation = Generation(target, sequence, drafting, context, options, stats, clock)

@@ -8,16 +8,17 @@ from typing import Any
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE
 from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.strangers import as_given, begin_session
 
 
 def begin_ahead(
     asked_by: Drafter, drafter: Drafter, prompt: Sequence[int], context: DraftContext
 ) -> Any:
     """A session that can be asked what follows a draft; ValueError for one that cannot."""
-    session = drafter.begin(list(prompt), context)
+    session = as_given(begin_session(drafter, list(prompt), context))
     if not (isinstance(session, ModelSession) or hasattr(session, "propose_after")):
         raise ValueError(
-            f"{type(asked_by).__name__}: {type(drafter).__name__} cannot be asked what follows a "
+            f"{type(asked_by).__name__}: {drafter.class_name} cannot be asked what follows a "
             "draft; expected a drafter whose sessions have propose_after, such as 'suffix'."
         )
     return session

@@ -20,23 +20,19 @@ from specdec_mlx.contracts import (
     DraftContext,
     Drafter,
     Evidence,
+    FeatureRows,
+    Features,
     GoesOn,
-    ReadsTarget,
-    SeesTarget,
     Session,
     Step,
-    Stepwise,
     all_drafters,
-    key_of,
-    models_of,
-    optional,
-    session_parts,
 )
 from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.drafters.choosing.registry import make_drafter
-from specdec_mlx.drafters.first_of import Several, SeveralSession, context_for
+from specdec_mlx.drafters.first_of import Several, context_for
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
+from specdec_mlx.strangers import as_drafter, begin_session
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4
@@ -63,28 +59,31 @@ class Cascade(Several):
         if then is None:
             raise ValueError("Cascade: then='none' finds nothing. Give first= alone.")
         for part in all_drafters(then):
-            if models_of(part) or isinstance(part, ReadsTarget):
+            if part.models() or part.features is not None:
                 raise ValueError(
                     f"Cascade: then={shown(self.then)} runs a model or reads the target; expected "
                     "a look-up, such as 'suffix'."
                 )
         require(self, self.num_first >= 1, "num_first", "an int >= 1")
-        first, parts = self.first, getattr(self.first, "drafters", ())
+        first, then = as_drafter(self.first), as_drafter(then)
         faults = {
-            "is made of several. Give each its cascade.": len(parts) > 1,
-            "drafts trees. Leave its branches out.": optional(first, "branches") > 1,
-            "drafts on every rank. Leave that out.": optional(first, "on_every_rank"),
+            "is made of several. Give each its cascade.": len(first.drafters) > 1,
+            "drafts trees. Leave its branches out.": first.branches > 1,
+            "drafts on every rank. Leave that out.": first.on_every_rank,
         }
         for fault in filter(faults.get, faults):
-            raise ValueError(f"Cascade: first={type(first).__name__} {fault}")
-        if isinstance(self.first, ReadsTarget):
-            object.__setattr__(self, "features", self.first.features)
-        object.__setattr__(self, "drafters", (self.first, then))
+            raise ValueError(f"Cascade: first={first.class_name} {fault}")
+        object.__setattr__(self, "drafters", (first, then))
+
+    @property
+    def features(self) -> Features | None:
+        """Features that the first one reads."""
+        return self.drafters[0].features
 
     @property
     def key(self) -> str:
         """The keys of both, and the number of first tokens."""
-        return f"Cascade({', '.join(map(key_of, self.drafters))}, num_first={self.num_first})"
+        return f"Cascade({', '.join(one.key for one in self.drafters)}, num_first={self.num_first})"
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> Cascade:
         """This cascade, of a changed model; its look-up stays."""
@@ -94,7 +93,7 @@ class Cascade(Several):
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
         first, then = self.drafters
         return CascadeSession(
-            first.begin(list(prompt), context_for(first, context)),
+            begin_session(first, list(prompt), context_for(first, context)),
             begin_ahead(self, then, prompt, context_for(then, context)),
             self.num_first,
         )
@@ -112,29 +111,50 @@ def cascade(
     return Cascade(first, then, num_first)
 
 
-class CascadeSession(SeveralSession):
+class CascadeSession(Session):
     """One generation of both, with the optional members of the first one's session but trees."""
 
     def __init__(self, first: Session, then: Any, num_first: int) -> None:
         """then: of `begin_ahead`. num_first: most tokens of a draft by the first."""
-        self.then, self.num_first, self.sessions = then, num_first, (first, then)
+        self.then, self.num_first, self.told = then, num_first, (first, then)
         # in a wrapper, which is told of the end
-        ((_, asked),) = session_parts(first, "")
-        self.first = asked
-        if isinstance(asked, Stepwise):
-            self.propose_while = self._propose_while
-        if isinstance(asked, SeesTarget):
-            self.see = asked.see
-            if (see_rejected := optional(asked, "see_rejected")) is not None:
-                self.see_rejected = see_rejected
+        ((_, self.first),) = first.parts("")
+
+    @property
+    def can_stop(self) -> bool:
+        """True if the first one can."""
+        return self.first.can_stop
+
+    @property
+    def reads_target(self) -> bool:
+        """True if the first one does."""
+        return self.first.reads_target
+
+    def see(self, features: FeatureRows) -> None:
+        """Show the first one these rows."""
+        self.first.see(features)
+
+    def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
+        """Show the first one these rows."""
+        self.first.see_rejected(tokens, features)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Tell both."""
+        for session in self.told:
+            session.observe(tokens)
+
+    def close(self, length: int) -> None:
+        """Close both."""
+        for session in self.told:
+            session.close(length)
 
     def propose(self, limit: int) -> Draft:
         """Up to `limit` tokens, as many of them by the first as it may write."""
         draft = self.first.propose(min(limit, self.num_first))
         return self._continued(draft, limit, lambda evidence: Step.GO_ON)
 
-    def _propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        assert isinstance(self.first, Stepwise)
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """Up to `limit` tokens, as long as they are worth it."""
         draft = self.first.propose_while(min(limit, self.num_first), goes_on)
         return self._continued(draft, limit, goes_on)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -85,12 +85,6 @@ class ExitSession(ModelSession):
         for cache in self.rollback.caches[num_layers:]:
             cache.trim(cache.offset)
         self.rollback.advance(missed - self.attended)
-
-    def fork(self) -> ModelSession:
-        """Copy this session without the target's caches, which hold this session's text."""
-        other = super().fork()
-        other.context = replace(self.context, target_caches=None)
-        return other
 
 
 def early_exit(

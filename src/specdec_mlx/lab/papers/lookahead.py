@@ -29,12 +29,13 @@ from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
     DraftContext,
+    Drafter,
     Evidence,
     FeatureRows,
     Features,
-    key_of,
+    Session,
 )
-from specdec_mlx.draft_length.value import Auto
+from specdec_mlx.draft_length.value import Auto, ValuedSession
 from specdec_mlx.lab.papers.recycling import SuccessorTable
 from specdec_mlx.lab.papers.suffix_trees import best_of_chains
 from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of, texts_of
@@ -47,7 +48,7 @@ NEXT_PLACE = 7919
 
 
 @dataclass(frozen=True)
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """Proposes n-grams that the target guessed in parallel, beside the text that it wrote.
 
     With a fixed draft length a draft is a tree of n-grams of the pool, and then of as many columns
@@ -62,7 +63,7 @@ class LookaheadDrafter:
     ngram: int = 4
     num_candidates: int = 4
     worth: float = 0.01
-    features: ClassVar[Features] = Features(top=1)
+    features: ClassVar[Features] = Features(top=1, rejected=True)
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("ngram", 2), ("num_candidates", 1), ("worth", 0.0)):
@@ -109,7 +110,7 @@ class Window:
         self.levels[0][0] = text[-1]
 
 
-class LookaheadSession:
+class LookaheadSession(Session, ValuedSession):
     """One generation: the text, the pool of n-grams by their first tokens, and the window.
 
     _draft: the latest proposal. _rejected: tokens that were not kept, and the target's after each.
@@ -124,7 +125,7 @@ class LookaheadSession:
         self._window = Window(drafter.window, drafter.ngram - 1, prompt or (0,))
         self._draft = NO_DRAFT
         self._rejected: tuple[list[int], list[int]] = ([], [])
-        self._key = key_of(drafter)
+        self._key = drafter.key
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""

@@ -15,9 +15,11 @@ from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
     DraftContext,
+    Drafter,
     Evidence,
     FeatureRows,
     Features,
+    Session,
     share_class,
 )
 from specdec_mlx.drafters.first_of import BestOf
@@ -109,7 +111,7 @@ class SuccessorTable:
 
 
 @dataclass(frozen=True)
-class RecyclingDrafter:
+class RecyclingDrafter(Drafter):
     """Proposes what the target itself thought likeliest after the last token, wherever that stood.
 
     It reads the target's 8 likeliest tokens at every generated position, a partial sort a pass.
@@ -120,7 +122,7 @@ class RecyclingDrafter:
     num_draft: int = 4
     table: SuccessorTable | None = None
     context: int = 1
-    features: ClassVar[Features] = Features(top=TOP)
+    features: ClassVar[Features] = Features(top=TOP, rejected=True)
 
     def __post_init__(self) -> None:
         require(self, self.num_draft >= 1, "num_draft", "an int >= 1")
@@ -134,7 +136,7 @@ class RecyclingDrafter:
 
 
 @dataclass(eq=False)
-class RecyclingSession:
+class RecyclingSession(Session):
     """One generation: the text, and the rows that were shown and not yet noted.
 
     num_seen: positions whose rows were shown. first: position whose row is noted first.
@@ -146,7 +148,7 @@ class RecyclingSession:
     num_seen: int
     first: int
     waiting: list[tuple[int, Any]] = field(default_factory=list)
-    cheap: ClassVar[bool] = True
+    cheap = True
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; those of the prompt are dropped uncomputed."""

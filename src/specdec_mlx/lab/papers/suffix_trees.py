@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 
-from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, key_of
+from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.value import Auto
+from specdec_mlx.draft_length.value import Auto, ValuedSession
 from specdec_mlx.drafters.suffix import Path, SuffixDrafter, SuffixSession, evidence_of, vote
 from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of
 
@@ -92,7 +92,7 @@ class SuffixTreeDrafter(SuffixDrafter):
         return SuffixTreeSession(self, prompt, self.memory_of(context))
 
 
-class SuffixTreeSession(SuffixSession):
+class SuffixTreeSession(SuffixSession, ValuedSession):
     """A session that drafts all that was voted for, not the winner alone."""
 
     def propose(self, limit: int) -> Draft:
@@ -106,4 +106,4 @@ class SuffixTreeSession(SuffixSession):
         def chains(longest: int) -> list[Draft]:
             return chains_of(self, longest)
 
-        return best_of_chains(chains, key_of(self._config), limit, values, may_fork)
+        return best_of_chains(chains, self._config.key, limit, values, may_fork)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import mlx.core as mx
 
@@ -17,28 +17,19 @@ from specdec_mlx.contracts import (
     DraftContext,
     Session,
     chain,
-    is_cheap,
-    key_of,
-    optional,
 )
-from specdec_mlx.draft_length.value import Auto
+from specdec_mlx.draft_length.value import Auto, ValuedSession
 from specdec_mlx.drafters.first_of import CombinedSession, FirstOf, context_for
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter, SuffixSession
+from specdec_mlx.lab.papers.lookahead import LookaheadSession
 from specdec_mlx.lab.papers.recycling import RecyclingDrafter, RecyclingSession, kept_recyclers
 from specdec_mlx.lab.papers.suffix_trees import chains_of
 from specdec_mlx.lab.papers.tree_drafts import draft_of, texts_of
 from specdec_mlx.memory.store import Memory
+from specdec_mlx.strangers import begin_session
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.trees.shape import depths_of
-
-
-@runtime_checkable
-class OffersSeveral(Protocol):
-    """A session that has several drafts at once; default: what it proposes."""
-
-    def candidates(self, limit: int) -> Sequence[Draft]:
-        """Point-mass chains of 1 to `limit` tokens, the likeliest first; microseconds of work."""
 
 
 def candidates_of(session: Session, limit: int) -> Sequence[Draft]:
@@ -47,7 +38,7 @@ def candidates_of(session: Session, limit: int) -> Sequence[Draft]:
         return chains_of(session, limit)
     if isinstance(session, RecyclingSession):
         return list(session.chains(limit))
-    return session.candidates(limit) if isinstance(session, OffersSeveral) else ()
+    return session.candidates(limit) if isinstance(session, LookaheadSession) else ()
 
 
 @dataclass(frozen=True, init=False)
@@ -67,17 +58,17 @@ class TreeOf(FirstOf):
         noise = None if context.coupled else context.noise
         keyed: list[tuple[str, Session]] = []
         for i, drafter in enumerate(self.drafters):
-            if optional(drafter, "on_every_rank"):
+            if drafter.on_every_rank:
                 raise ValueError(
-                    f"TreeOf: {type(drafter).__name__} drafts on every rank. Leave that out."
+                    f"TreeOf: {drafter.class_name} drafts on every rank. Leave that out."
                 )
             if noise is not None:
                 # siblings are independent draws; the next seeds are those of other texts
                 own = replace(noise, seed=noise.seed + (i << 48))
                 context = replace(context, noise=own)
-            session = drafter.begin(list(prompt), context_for(drafter, context))
-            keyed.append((key_of(drafter), session))
-        is_free = all(is_cheap(session) for _, session in keyed)
+            session = begin_session(drafter, list(prompt), context_for(drafter, context))
+            keyed.append((drafter.key, session))
+        is_free = all(session.cheap for _, session in keyed)
         kind = LookUpTree if is_free else TreeSession
         return kind(self.key, keyed, is_coupled=context.coupled)
 
@@ -93,15 +84,15 @@ class TreeSession(CombinedSession):
     def __init__(self, key: str, keyed: Sequence[tuple[str, Session]], *, is_coupled: bool) -> None:
         super().__init__(keyed)
         self.key, self.is_coupled = key, is_coupled
-        self.groups = [[(key, self)]]
+        self._groups: list[Any] = [[(key, self)]]
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens, as many of each drafter that costs time."""
-        cheap = [is_cheap(part) for _, part in self.parts]
+        cheap = [part.cheap for _, part in self._parts]
         share = -(-limit // max(1, cheap.count(False)))
         self.drafts = [
             part.propose(limit if is_free else share)
-            for (_, part), is_free in zip(self.parts, cheap, strict=True)
+            for (_, part), is_free in zip(self._parts, cheap, strict=True)
         ]
         drafts = [draft for draft in self.drafts if len(draft)]
         if len(drafts) < 2:
@@ -112,10 +103,10 @@ class TreeSession(CombinedSession):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell each what was kept of its own draft, then what came after that."""
-        drafts, self.drafts = self.drafts or [NO_DRAFT] * len(self.parts), ()
-        for (_, part), draft in zip(self.parts, drafts, strict=True):
+        drafts, self.drafts = self.drafts or [NO_DRAFT] * len(self._parts), ()
+        for (_, part), draft in zip(self._parts, drafts, strict=True):
             end = len(tokens)
-            if draft.parents is None and not is_cheap(part):
+            if draft.parents is None and not part.cheap:
                 own = map(eq, to_list(draft.tokens), tokens)
                 end = 1 + len(list(takewhile(bool, own)))
             part.observe(tokens[:end])
@@ -123,13 +114,13 @@ class TreeSession(CombinedSession):
                 part.observe(tokens[end:])
 
 
-class LookUpTree(TreeSession):
+class LookUpTree(TreeSession, ValuedSession):
     """One generation of look-ups, whose chains the automatic draft length makes into one tree."""
 
     def propose_tree(self, limit: int, values: Auto, may_fork: Callable[[], bool]) -> Draft:
         """The tree, or the chain, of all their chains that is worth most."""
         chains: list[tuple[str, Draft]] = []
-        for key, part in self.parts:
+        for key, part in self._parts:
             most = min(limit, values.limit(key, True))
             for draft in candidates_of(part, most) or [part.propose(most)]:
                 if len(draft) and draft.logprobs is None:

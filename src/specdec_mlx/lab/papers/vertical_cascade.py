@@ -17,15 +17,10 @@ from specdec_mlx.arguments import shown
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Agreement,
-    Checks,
-    Closes,
     Draft,
     DraftContext,
     GoesOn,
-    ReadsTarget,
     Step,
-    key_of,
-    optional,
 )
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE, ChainDraws, worth_it
@@ -35,6 +30,7 @@ from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
 from specdec_mlx.drafters.writing import way_of_writing
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
+from specdec_mlx.strangers import as_drafter
 from specdec_mlx.token_ids import to_ids, to_list
 
 
@@ -60,13 +56,12 @@ class GuessedDrafter(ModelDrafter):
     @property
     def key(self) -> str:
         """The model by its content, how it drafts, and what guesses."""
-        way = f"{way_of_writing(self)}, drafter={key_of(self.drafter)}"
+        way = f"{way_of_writing(self)}, drafter={self.drafter.key}"
         return f"GuessedDrafter({fingerprint(self.model)}, {way})"
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a target with another tokenizer; see `ModelDrafter`."""
-        if isinstance(self.drafter, Checks):
-            self.drafter.check(context)
+        self.drafter.check(context)
         super().check(context)
 
     def shared_with(self, context: DraftContext) -> None:
@@ -81,7 +76,7 @@ class GuessedDrafter(ModelDrafter):
 
 def guesser_for(drafter: GuessedDrafter) -> Any:
     """The drafter of a draft model; ValueError for one that cannot guess for it."""
-    guesser, what = drafter.drafter, f"GuessedDrafter: drafter={shown(drafter.drafter)}"
+    guesser, what = as_drafter(drafter.drafter), f"GuessedDrafter: drafter={shown(drafter.drafter)}"
     if guesser is None:
         raise ValueError(f"{what} guesses nothing. Use ModelDrafter.")
     if drafter.branches > 1 or drafter.on_every_rank:
@@ -89,7 +84,7 @@ def guesser_for(drafter: GuessedDrafter) -> Any:
             f"{what} guesses for a draft model that writes chains on one rank; leave branches= and "
             "on_every_rank= out."
         )
-    if isinstance(guesser, ReadsTarget) or optional(guesser, "branches") > 1:
+    if guesser.features is not None or guesser.branches > 1:
         raise ValueError(
             f"{what} reads the target, or drafts trees; expected a look-up, such as 'suffix', or a "
             "smaller ModelDrafter."
@@ -183,8 +178,6 @@ class GuessedSession(ModelSession):
 
     def num_guesses(self, most: int, num_pending: int) -> int:
         """Most guesses that a pass may check besides the pending tokens."""
-        if self.guesser is None:
-            return 0
         room, end = self.rollback.widest_pass(), self.rollback.end
         if room is None and (until := first_inexact(self.model, end)) is not None:
             room = until - end
@@ -192,19 +185,11 @@ class GuessedSession(ModelSession):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Show the guesser what was emitted, too."""
-        if self.guesser is not None:
-            self.guesser.observe(tokens)
+        self.guesser.observe(tokens)
         super().observe(tokens)
         self.num_shown = len(self.tokens)
 
-    def fork(self) -> ModelSession:
-        """A copy that nobody guesses for."""
-        other = super().fork()
-        vars(other)["guesser"] = None
-        return other
-
     def close(self, length: int) -> None:
         """End both."""
-        if isinstance(self.guesser, Closes):
-            self.guesser.close(length)
+        self.guesser.close(length)
         super().close(length)

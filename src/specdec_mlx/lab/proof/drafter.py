@@ -19,21 +19,16 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.contracts import (
-    Closes,
     Draft,
     DraftContext,
     Drafter,
     Session,
-    begin_session,
-    check_drafter_fits,
-    check_is_drafter,
-    is_cheap,
-    key_of,
 )
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.lab.proof.conformance import Conformance
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.strangers import as_drafter, as_given, begin_session
 from specdec_mlx.target import check_distribution, check_draft, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
 
@@ -134,7 +129,7 @@ class DrafterConformance(Conformance):
     """One drafter under test: what the loop does with it, played from a script."""
 
     properties = {  # noqa: RUF012
-        "protocol": "See Drafter, DraftSession and Draft in specdec_mlx.contracts",
+        "protocol": "See Drafter, Session and Draft in specdec_mlx.contracts",
         "noise": "Give draft_gumbel the number of tokens emitted, and an index for each node",
         "empty drafts": "Return Draft()",
         "sessions": "Keep in the session all that changes, and draw random drafts from "
@@ -154,7 +149,7 @@ class DrafterConformance(Conformance):
     def protocol(self) -> str:
         """The two classes are there, and every draft is one that can be verified."""
         with self.blaming("it is no drafter"):
-            check_is_drafter(self.subject)
+            as_drafter(self.subject)
         before = dict(getattr(self.subject, "__dict__", {}))
         generations = itertools.starmap(self._begin, itertools.product(self.prompts, SAMPLINGS))
         num_drafts = sum(bool(r.tokens) for begun in generations for r in self._rounds(begun))
@@ -270,9 +265,10 @@ class DrafterConformance(Conformance):
         # inside of a round
         # __slots__ may have none
         self._close(generation, len(generation.text) - len(last.emitted) + 1)
-        can_refer = hasattr(generation.session, "__weakref__")
-        held = weakref.ref(generation.session) if can_refer else lambda: None
-        del generation
+        session = as_given(generation.session)
+        can_refer = hasattr(session, "__weakref__")
+        held = weakref.ref(session) if can_refer else lambda: None
+        del generation, session
         gc.collect()
         self.require(held() is None, "a closed session is still held by something.")
         start, middle, end = self._memory_at(0, MEMORY_TOKENS, 3 * MEMORY_TOKENS)
@@ -306,15 +302,16 @@ class DrafterConformance(Conformance):
         context = DraftContext(
             sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
         )
-        check_drafter_fits(self.subject, context)
+        drafter = as_drafter(self.subject)
+        drafter.check(context)
         with self.blaming("begin()", part="protocol"):
-            session = begin_session(self.subject, LoopsOwn(prompt), context)
+            session = begin_session(drafter, LoopsOwn(prompt), context)
             return ScriptedGeneration(session, list(prompt), noise)
 
     def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
         drawn, num_drawn = generation.noise.drawn, len(generation.noise.drawn)
         with mx.stream(generation_stream):
-            draft = proposing(generation.session, key_of(self.subject))(limit)
+            draft = proposing(generation.session, as_drafter(self.subject).key)(limit)
             self._check_draft(draft, limit)
         new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
         is_fresh = len({*new}) == len(new) and not {*new} & {*decided}
@@ -333,14 +330,13 @@ class DrafterConformance(Conformance):
             generation.session.observe(LoopsOwn(tokens))
 
     def _close(self, generation: ScriptedGeneration, length: int | None = None) -> None:
-        if isinstance(generation.session, Closes):
-            generation.session.close(len(generation.text) if length is None else length)
+        generation.session.close(len(generation.text) if length is None else length)
 
     def _rounds(self, generation: ScriptedGeneration) -> Iterator[ScriptedRound]:
         """Play rounds; every number of accepted tokens comes up, and some proposals are dropped."""
         for i in range(NUM_ROUNDS):
             limit = LIMITS[i % len(LIMITS)]
-            if is_cheap(generation.session):
+            if generation.session.cheap:
                 # the loop looks whether there is something
                 self._propose(generation, limit)
             draft = self._propose(generation, limit)

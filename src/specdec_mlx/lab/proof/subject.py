@@ -26,14 +26,10 @@ from numpy.typing import NDArray
 from specdec_mlx.caches import STRATEGIES, Rollback, TrimToPath
 from specdec_mlx.contracts import (
     AcceptanceRule,
-    Closes,
     Draft,
     DraftContext,
     Drafter,
-    DraftSession,
-    ReadsTarget,
-    is_cheap,
-    key_of,
+    Session,
     shares_noise,
 )
 from specdec_mlx.exactness.features import FeatureFeed
@@ -43,6 +39,7 @@ from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.ranks import Ranks
 from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.strangers import as_drafter, as_given, begin_session
 from specdec_mlx.target import Verifier, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.trees.passes import VIEWS, view_class
@@ -75,7 +72,7 @@ class Subject:
         """Tokens to ask a drafter for outside of the loop, where nothing is automatic."""
         return 4 if isinstance(self.num_draft_tokens, str) else self.num_draft_tokens
 
-    def begin(self, prompt: Sequence[int], **options: Any) -> DraftSession:
+    def begin(self, prompt: Sequence[int], **options: Any) -> Session:
         """A session outside of the loop; options: further ones of the context."""
         context = DraftContext(
             sampling=self.sampling,
@@ -258,19 +255,20 @@ def with_remembered_models(part: Any, context: list[int]) -> Any:
     """A drafter, with each model in its fields, or in those of drafters there, remembered."""
     if type(part) is tuple:
         return tuple(with_remembered_models(entry, context) for entry in part)
-    if not isinstance(part, Drafter):
+    part = as_given(part)
+    if isinstance(part, type) or not hasattr(part, "begin"):
         return Remembered(part, context) if isinstance(part, nn.Module) else part
-    if not dataclasses.is_dataclass(part) or isinstance(part, type | ReadsTarget):
+    if not dataclasses.is_dataclass(part) or as_drafter(part).features is not None:
         return part
     changed = copy.copy(part)
     for field in dataclasses.fields(part):
         value = with_remembered_models(getattr(part, field.name), context)
         object.__setattr__(changed, field.name, value)
-    return changed
+    return as_drafter(changed)
 
 
 @dataclass(frozen=True, eq=False)
-class Alone:
+class Alone(Drafter):
     """A drafter whose sessions run the target themselves, if they read it.
 
     model: the target. see: takes each draft, and the number of tokens that was asked for.
@@ -285,15 +283,13 @@ class Alone:
         return _AloneSession(self, prompt, context)
 
 
-class _AloneSession:
+class _AloneSession(Session):
     """A session, and the target's pass over its text."""
 
     def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
-        self._session, self._see = alone.drafter.begin(list(prompt), context), alone.see
-        self._propose = proposing(self._session, key_of(alone.drafter))
-        self.cheap = is_cheap(self._session)
-        if isinstance(self._session, Closes):
-            self.close = self._session.close
+        self._session = begin_session(alone.drafter, list(prompt), context)
+        self._propose, self._note = proposing(self._session, alone.drafter.key), alone.see
+        self.cheap = self._session.cheap
         self._tokens = list(prompt)
         rollback = Rollback.of(alone.model)
         self._target = Verifier(alone.model, rollback, probe=False)
@@ -302,13 +298,16 @@ class _AloneSession:
     def propose(self, limit: int) -> Draft:
         self._read()
         draft = self._propose(limit)
-        self._see(draft, limit)
+        self._note(draft, limit)
         return draft
 
     def observe(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
         self._read()
         self._session.observe(tokens)
+
+    def close(self, length: int) -> None:
+        self._session.close(length)
 
     def _read(self) -> None:
         start = self._target.rollback.position

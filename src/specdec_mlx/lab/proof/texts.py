@@ -191,10 +191,9 @@ def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None
 
 def depends_on_text_alone(drafter: Any) -> bool:
     """True if all parts are known to draft the same after the same text: look-ups, and models."""
-    parts = [part for part in all_drafters(drafter) if not hasattr(part, "drafters")]
+    parts = [part for part in all_drafters(drafter) if not part.drafters]
     return all(
-        isinstance(part, PromptLookupDrafter | NGramDrafter)
-        or any(isinstance(member, nn.Module) for member in getattr(part, "__dict__", {}).values())
+        isinstance(part, PromptLookupDrafter | NGramDrafter) or len(part.models()) > 0
         for part in parts
     )
 

@@ -23,7 +23,7 @@ import numpy as np
 from huggingface_hub.constants import HF_HUB_CACHE
 from mlx.utils import tree_map
 
-from specdec_mlx.contracts import DraftContext, ReadsTarget
+from specdec_mlx.contracts import DraftContext, Drafter, Features
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import is_head
@@ -93,7 +93,7 @@ class OnlineTrainer:
 
 
 @dataclass(eq=False)
-class OnlineDrafter:
+class OnlineDrafter(Drafter):
     """A drafter that learns from each text when it has ended; `folder` has its weights."""
 
     drafter: Any
@@ -101,9 +101,11 @@ class OnlineDrafter:
     folder: Path
     dtype: str
 
-    def __post_init__(self) -> None:
-        if isinstance(self.drafter, ReadsTarget):
-            self.features = self.drafter.features
+    @property
+    def features(self) -> Features | None:
+        """Features that the drafter reads."""
+        wanted: Features | None = self.drafter.features
+        return wanted
 
     @property
     def key(self) -> str:
@@ -115,6 +117,10 @@ class OnlineDrafter:
     def model(self) -> Any:
         """The weights that draft."""
         return self.drafter.model
+
+    def models(self) -> Sequence[nn.Module]:
+        """The model or head that drafts."""
+        return [self.model]
 
     def check(self, context: DraftContext) -> None:
         """Raise HeadError or TokenizerMismatchError for another target."""
