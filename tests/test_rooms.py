@@ -34,7 +34,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 206,
+    "files": 207,
     "numeric constants": 181,
     "protocols": 6,
     "public names": 20,
@@ -56,7 +56,7 @@ CORE = tuple(
 TOKENS = {
     "core": 22_550,
     "library": 123_500,
-    "lab": 73_500,
+    "lab": 72_950,
     "server": 44_150,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.

@@ -20,7 +20,7 @@ from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.record import format_record, read_sessions, save_record
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
-from specdec_mlx.lab.commands import FILE, SMALL_MODEL, add_drafting
+from specdec_mlx.lab.commands.shared_flags import FILE, SMALL_MODEL, add_drafting
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.models.loading import load_target

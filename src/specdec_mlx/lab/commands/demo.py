@@ -56,7 +56,7 @@ from specdec_mlx.lab.bench.timing import (
     plain,
     take_turns,
 )
-from specdec_mlx.lab.commands import SMALL_MODEL
+from specdec_mlx.lab.commands.shared_flags import SMALL_MODEL
 from specdec_mlx.lab.pair import held_out_openings, load_pair
 from specdec_mlx.lab.prompts import RecordedText, encode_chat
 from specdec_mlx.lab.tables import Columns, markdown_table, table_of
