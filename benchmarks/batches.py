@@ -25,9 +25,8 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
 
 from benchmarks.recorded_rows import groups_of
-from specdec_mlx.arguments import argument, number
+from specdec_mlx.arguments import argument, number, parse_draft_length
 from specdec_mlx.batch_generation import batch_stream_generate
-from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.prompts import RecordedText, encode_chat, read_prompts
 from specdec_mlx.lab.tables import markdown_table

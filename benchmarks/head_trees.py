@@ -26,8 +26,7 @@ from benchmarks.heads import (
     target_and_prompts,
     tokens_a_pass,
 )
-from specdec_mlx.arguments import argument, number
-from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.arguments import argument, number, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import load_head

@@ -23,9 +23,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.arguments import argument, number
+from specdec_mlx.arguments import argument, number, parse_draft_length
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec_mlx.contracts import Drafter, Session
-from specdec_mlx.draft_length.contract import ValuedSession
+from specdec_mlx.draft_length.value import ValuedSession
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.replay import greedy_context, modelled, right_path, top_rows
 from specdec_mlx.lab.bench.timing import Sample

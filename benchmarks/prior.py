@@ -24,8 +24,8 @@ from specdec_mlx.draft_length.chances import (
     class_of,
     classes_of,
 )
-from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Learned, Tuning
+from specdec_mlx.draft_length.value import make_draft_length
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
 from specdec_mlx.lab.bench.record import Record, load_record

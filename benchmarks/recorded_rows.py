@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import mlx.nn as nn
 
+from specdec_mlx.arguments import parse_draft_length
 from specdec_mlx.batch.generation import BatchGeneration, PassClock
 from specdec_mlx.batch.passes import BatchPasses, OneByOne
 from specdec_mlx.batch.schedule import BatchText, Request, Rounds, Schedule
 from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.draft_length.drafting import Drafting
-from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
+from specdec_mlx.draft_length.value import DraftLength
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.record import Record
 from specdec_mlx.lab.bench.replay import RecordedTarget, greedy_context

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Drafter, RoundRecord
-from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.draft_length.value import Fixed
 from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, islice, repeat
 from math import inf
 from typing import Any
 
@@ -17,11 +17,10 @@ from mlx_lm.generate import generation_stream
 import specdec_mlx as sd
 from benchmarks.recorded_drafts import RecordedDrafter
 from specdec_mlx.contracts import Draft, Evidence, GoesOn, RoundRecord, Step
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import MILDEST, Curve
 from specdec_mlx.draft_length.drafting import Drafting
-from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import Auto, make_draft_length
 from specdec_mlx.lab.bench.replay import RecordedTarget, greedy_context
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import Generation, RoundClock
@@ -62,6 +61,18 @@ def stalling(seed: int) -> Pace:
     return in_turn(spans)
 
 
+def memory_taken(seed: int) -> Iterator[float]:
+    """How many times longer each pass takes in turn: 1 in seven of ten, else 10 to 50, in bursts.
+
+    So it was on a machine whose host took memory away and gave it back.
+    """
+    coins = random.Random(seed)
+    while True:
+        for longest, least, most in ((14, 1.0, 1.0), (6, 10.0, 50.0)):
+            for _ in range(coins.randint(1, longest)):
+                yield coins.uniform(least, most)
+
+
 PACES: dict[str, Callable[[int], Pace]] = {
     "steady": lambda seed: in_turn([(1.0, inf)]),
     "slower once": lambda seed: in_turn([(1.0, 0.06), (4.0, inf)]),
@@ -74,12 +85,14 @@ PACES: dict[str, Callable[[int], Pace]] = {
 class Machine:
     """A device that works through what was launched, in order. seconds: the host's time.
 
-    free_at: when the device will have done all of it.
+    times: how many times longer each pass takes than at its pace. free_at: when the device will
+    have done all of it.
     """
 
     pace: Pace
     passes: Curve = MILDEST
     step: float = STEP
+    times: Iterator[float] = field(default_factory=lambda: repeat(1.0))
     seconds: float = 0.0
     free_at: float = 0.0
     ends: deque[float] = field(default_factory=deque)
@@ -124,7 +137,7 @@ class TimedTarget(RecordedTarget):
     machine: Machine
 
     def launch(self, pending: Any, draft: Draft, *more: Any) -> Any:
-        work = PLAIN * self.machine.passes(len(pending) + len(draft))
+        work = PLAIN * self.machine.passes(len(pending) + len(draft)) * next(self.machine.times)
         self.machine.ends.append(self.machine.launch(work))
         return super().launch(pending, draft, *more)
 

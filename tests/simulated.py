@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec_mlx.contracts import Draft, RoundRecord
-from specdec_mlx.draft_length.contract import DraftLength
 from specdec_mlx.draft_length.store import Learned
+from specdec_mlx.draft_length.value import DraftLength
 
 WRONG = -1
 

@@ -29,7 +29,7 @@ from PIL import Image
 import specdec_mlx
 from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
-from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.draft_length.value import Fixed
 from specdec_mlx.drafters.choosing.candidates import KNOWN
 from specdec_mlx.lab.bench.summary import ALL
 from specdec_mlx.rules import rule_names

@@ -27,11 +27,9 @@ from scripted import ScriptedDrafter
 from specdec_mlx import loop
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import RoundRecord
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.parts import PAUSE
-from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import PAUSE, Auto, Fixed
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling import Sampling

@@ -34,7 +34,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 206,
+    "files": 207,
     "numeric constants": 181,
     "protocols": 6,
     "public names": 20,
@@ -56,7 +56,7 @@ CORE = tuple(
 TOKENS = {
     "core": 22_550,
     "library": 123_500,
-    "lab": 72_900,
+    "lab": 72_950,
     "server": 44_150,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
@@ -98,7 +98,7 @@ def test_imports_keep_to_the_layers_and_run_in_no_circle(monkeypatch, capsys):
 
 WRONG_IMPORTS = [
     ("layers", "caches", "draft_length.costs"),
-    ("layers", "draft_length.auto", "target"),
+    ("layers", "draft_length.value", "target"),
     ("layers", "exactness.probe", "drafters.model"),
     ("layers", "drafters.ngram", "loop"),
     ("layers", "drafters.model", "lab.pair"),
@@ -113,7 +113,7 @@ WRONG_IMPORTS = [
     ("loop", "loop", "rules"),
     ("loop", "draft_length.drafting", "drafters.model"),
     ("loop", "caches", "rules"),
-    ("loop", "draft_length.auto", "drafters.model"),
+    ("loop", "draft_length.value", "drafters.model"),
     ("proof", "lab.proof.texts", "lab.bench.timing"),
     ("views", "views.html", "loop"),
     ("views", "stats.account", "caches"),

@@ -29,7 +29,7 @@ import tiny_text
 from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.arguments import installed, load, parse_options
-from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.draft_length.value import Fixed
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import GROUP, drafter_names, make_drafter
 from specdec_mlx.lab.beams.generation import BeamSearchResponse

@@ -34,10 +34,9 @@ from specdec_mlx.contracts import (
     Outcome,
     RoundRecord,
 )
-from specdec_mlx.draft_length.contract import DraftLength, ValuesDrafts
 from specdec_mlx.draft_length.drafting import Drafting
-from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.options import OptionArguments, Options
 from specdec_mlx.ranks import Ranks, SharedDrafting, ranks_of, shared_noise
 from specdec_mlx.sequence import (
@@ -337,7 +336,9 @@ class Generation:
                 return None
             if ahead is None:
                 return self.verify(self.propose())
-            self.choose_mode(drafting.has_draft())
+            selection = drafting.selection
+            may_find = selection is not None and selection.may_find(drafting.room)
+            self.choose_mode(may_find)
         except Exception as error:
             self.failure = error
         return ahead
@@ -353,7 +354,7 @@ class Generation:
 
     def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
         """Hand out the tokens of a round, while the next one is under way."""
-        self.stats.other_seconds += self.clock.handed_over(following, self.drafting.values)
+        self.stats.other_seconds += self.clock.handed_over(following, self.drafting)
         for n, token in enumerate(tokens_of(current, outcome, self.stats), start=1):
             if self.target.remembers and n == len(outcome.tokens) > len(outcome.kept):
                 self.step_ahead(current, following)
@@ -508,15 +509,15 @@ class RoundClock:
             part=current.part,
         )
 
-    def handed_over(self, following: Round | None, values: ValuesDrafts | None) -> float:
+    def handed_over(self, following: Round | None, drafting: Drafting) -> float:
         """The caller has the tokens from now on; host seconds that were no waiting or launching.
 
-        Where a slow caller would hide seconds that `values` needs, wait for the pass under way.
+        Where a slow caller would hide seconds that the draft length needs, wait for the pass.
         """
         if (
             following is not None
-            and values is not None
-            and values.wants_timing(following.num_drafted)
+            and drafting.selection is not None
+            and drafting.selection.length.wants_timing(following.num_drafted)
             and not self.was_undisturbed
         ):
             following.under_way.wait()

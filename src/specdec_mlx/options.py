@@ -11,8 +11,8 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 
 from specdec_mlx.arguments import shown, whole, wrong
 from specdec_mlx.contracts import AcceptanceRule, LogitsProcessor
-from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import DraftLength
 from specdec_mlx.sampling import Noise, Sampler, Sampling
 
 

@@ -31,7 +31,7 @@ from specdec_mlx.contracts import (
     all_drafters,
 )
 from specdec_mlx.draft_length.drafting import Drafting
-from specdec_mlx.draft_length.policy import DraftLength, Fixed
+from specdec_mlx.draft_length.value import DraftLength, Fixed
 from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.exactness.features import FeatureFeed
 from specdec_mlx.models.anatomy import group_of
@@ -188,7 +188,7 @@ class SharedDrafting(Drafting):
         if self.failure is not None:
             raise self.failure
 
-    def _may_fork(self) -> bool:
+    def may_fork(self) -> bool:
         """False: to find out takes passes of all ranks, and rank 0 alone would ask."""
         return False
 
@@ -268,9 +268,10 @@ class SharedDrafting(Drafting):
                     "Rank 0 drafts with another drafter than this rank. Call all ranks of a "
                     "sharded model with the same arguments."
                 )
+            assert self.selection is not None, "a part that drafts everywhere has a session here"
             key = self._everywhere[first.part - 1]
-            part = next(p for group in self.groups for p in group if p.key == key)
-            draft = self._ask(part, num_tokens)
+            part = next(p for group in self.selection.groups for p in group if p.key == key)
+            draft = self.selection.ask(part, num_tokens)
             if len(draft) != num_tokens or draft.logprobs is None:
                 raise DraftError(f"{key} drew {len(draft)} tokens here, {num_tokens} on rank 0.")
             return draft.logprobs

@@ -24,10 +24,10 @@ from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence
+from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.costs import WIDTHS, Curve
-from specdec_mlx.draft_length.parts import LENGTHS
-from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
+from specdec_mlx.draft_length.value import LENGTHS
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
 from specdec_mlx.lab.bench.timing import Sample
 from specdec_mlx.lab.prompts import RecordedText
@@ -108,7 +108,7 @@ def test_a_plain_pass_is_measured_before_anything_is_drafted() -> None:
     length, certain = SharedLength(Tuning()), [Reaching([1.0] * 4)] * 8
     length.resize(8)
     assert shared_width(length, certain) == 0
-    length.record(0, [(RowLength(length.tuning, shared=length), 1)] * 8, 0.1, steady=True)
+    length.record(0, [(RowLength(length), 1)] * 8, 0.1, steady=True)
     length.resize(8)
     assert shared_width(length, certain) > 0
     length.resize(7)
@@ -119,7 +119,7 @@ def test_a_draft_that_was_drawn_is_cut_by_its_length_alone() -> None:
 
     def kept(tokens: list[int], told: Evidence, *, drawn: bool) -> list[int]:
         length = shared_by(2, Curve(((1, 1.0), (64, 7.3))))
-        rows = [(RowLength(length.tuning, shared=length), "look-up") for _ in range(2)]
+        rows = [(RowLength(length), "look-up") for _ in range(2)]
         assert all(row.limit("look-up", cheap=True) >= 4 for row, _ in rows)
         logprobs = mx.log(mx.full((4, 9), 1 / 9)) if drawn else None
         draft = Draft(tokens, logprobs, evidence=[told] * 4)

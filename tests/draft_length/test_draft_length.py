@@ -19,12 +19,11 @@ import tiny
 from scripted import ScriptedDrafter
 from selection import in_one_test
 from simulated import WRONG, Part, World, at_random, drafted, emitted, know, line, lost, verdict
+from specdec_mlx.arguments import parse_draft_length
 from specdec_mlx.contracts import Draft, Evidence
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, WIDTHS, Curve
-from specdec_mlx.draft_length.parts import LENGTHS, LONGEST
-from specdec_mlx.draft_length.policy import Fixed, make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import LENGTHS, LONGEST, Auto, Fixed, make_draft_length
 from specdec_mlx.errors import UnknownNameError
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import pytest
 
 import specdec_mlx as sd
 from benchmarks.recorded_drafts import RecordedDrafter, record_drafts
-from made_up_clocks import PACES, Machine, written
+from made_up_clocks import PACES, Machine, memory_taken, written
 from selection import in_one_test
 from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.store import Tuning
@@ -21,7 +21,9 @@ COSTS = {
     0.25: Curve(((1, 1.0), (64, 1.0 + 63 * 0.08))),
 }
 """Of a draft step, and of passes, where K = 4 is the best fixed length of those up to 6."""
+MEMORY = "memory comes and goes"
 SEEDS = {"steady": [0], "slower once": [0], "changing": [0, 1, 2], "stalls": [0, 2, 3, 25, 28]}
+MEMORY_SEEDS = range(6)
 """By pace; in some, stalls met the first draft of a text, or its first passes."""
 
 
@@ -40,11 +42,17 @@ def lab() -> tuple[list[RecordedText], RecordedDrafter]:
     return texts, RecordedDrafter("lab", texts, [record_drafts(pair.draft, t) for t in texts])
 
 
+def machine(pace: str, step: float, seed: int) -> Machine:
+    """A machine with a pace of `PACES`, or one whose memory is taken away and given back."""
+    if pace == MEMORY:
+        return Machine(PACES["steady"](seed), COSTS[step], step, memory_taken(seed))
+    return Machine(PACES[pace](seed), COSTS[step], step)
+
+
 def passes(step: float, length: int | str, pace: str = "steady", seed: int = 0) -> list[int]:
     """Passes of each text, with a new tuning; texts are the target's own (`written` asserts it)."""
     texts, drafter = lab()
-    paces = [PACES[pace](100 * seed + i) for i in range(NUM_TEXTS)]
-    machines = [Machine(pace, COSTS[step], step) for pace in paces]
+    machines = [machine(pace, step, 100 * seed + i) for i in range(NUM_TEXTS)]
     return [
         written(text, drafter, length, machine).target_passes
         for text, machine in zip(texts, machines, strict=True)
@@ -65,12 +73,25 @@ def test_no_clock_silences_a_draft_model(step: float, pace: str) -> None:
         assert all(own <= 1.5 * best for own, best in zip(auto, fixed, strict=True))
 
 
-@in_one_test("pace", PACES)
+@pytest.mark.full
+@in_one_test("step", COSTS)
+def test_memory_that_comes_and_goes_silences_no_draft_model(step: float) -> None:
+    """A pass takes 1 in seven rounds of ten and 10 to 50 in the others, in bursts, whatever its
+    width: at most 1.2 times the passes of the best fixed length, and no text above 1.5 times.
+    """
+    fixed = passes(step, BEST)
+    found = [passes(step, "auto", MEMORY, seed) for seed in MEMORY_SEEDS]
+    assert sum(map(sum, found)) <= 1.2 * sum(fixed) * len(found)
+    worst = max(own / best for auto in found for own, best in zip(auto, fixed, strict=True))
+    assert worst <= 1.5
+
+
+@in_one_test("pace", [*PACES, MEMORY])
 def test_a_draft_model_that_is_never_right_drafts_no_more_for_an_unsteady_clock(pace: str) -> None:
     """Its account is all that it may lose, and what a change of pace gives back is none of that."""
     texts, drafter = lab()
     drafted = 0
     for i, text in enumerate(texts[:2]):
-        machine = Machine(PACES[pace](i), COSTS[0.1])
-        drafted += written(text, drafter, "auto", machine, Tuning(), is_right=False).drafted
+        own = machine(pace, 0.1, i)
+        drafted += written(text, drafter, "auto", own, Tuning(), is_right=False).drafted
     assert 0 < drafted <= 40

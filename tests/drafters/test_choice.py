@@ -17,7 +17,7 @@ from specdec_mlx import lab
 from specdec_mlx.cli.commands import main
 from specdec_mlx.contracts import DraftContext, Drafter
 from specdec_mlx.draft_length import drafting
-from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.value import Auto
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.mlx_lm_plugin import flags

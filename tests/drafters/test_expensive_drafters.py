@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from selection import in_one_test
 from simulated import Part, World, at_random, drafted, emitted, line, seconds
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
+from specdec_mlx.draft_length.value import Auto
 
 PASS = line(0.02)  # what a pass costs where reading the weights limits it
 

@@ -24,8 +24,8 @@ from specdec_mlx.contracts import (
     RoundRecord,
     models_of,
 )
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import Auto
 from specdec_mlx.lab.beams.search import Beam, BeamDrafting
 from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.replay import replay_text

@@ -36,7 +36,7 @@ from specdec_mlx.contracts import (
     GoesOn,
     Step,
 )
-from specdec_mlx.draft_length.parts import Model
+from specdec_mlx.draft_length.value import Model
 from specdec_mlx.drafters.drawing import ChainDraws, Pace, draft_while, truncate
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter, target_ends

@@ -22,7 +22,7 @@ from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import Draft, DraftContext
-from specdec_mlx.draft_length.rows import RowLength, SharedLength
+from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import shared_drafts
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -267,7 +267,7 @@ def test_a_text_that_ends_leaves_what_was_read_to_the_caller(length: int, asked:
 def test_what_drafting_adds_to_a_pass_is_the_cost_of_its_steps() -> None:
     """And not of a pass as wide, by which look-ups are judged."""
     shared = SharedLength(Tuning())
-    row = RowLength(shared.tuning, shared=shared)
+    row = RowLength(shared)
     row.limit("model", cheap=False)
     shared.record(0, [(row, 1)], 1.0, steady=True)
     cost_model = shared.prices.cost_model

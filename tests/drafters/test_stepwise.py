@@ -22,12 +22,18 @@ from exact import COIN_RULES, ByCoupling, ByRule, Deciding, Source
 from selection import in_one_test
 from simulated import know
 from specdec_mlx.contracts import Draft, Evidence, GoesOn, RoundRecord, Step
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.costs import Curve
-from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, PAUSE, READING, Model
-from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
+from specdec_mlx.draft_length.value import (
+    LENGTHS,
+    LONGEST,
+    PAUSE,
+    READING,
+    Auto,
+    Model,
+    make_draft_length,
+)
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
 from specdec_mlx.lab.bench.replay import replay_text
@@ -55,9 +61,10 @@ PEAKED = Source(
 """A draft model that is sure in some places and not in others."""
 
 
-class Timed:
+class Timed(sd.Session):
     """A session that is as sure of each token, and a clock of its own."""
 
+    can_stop = True
     now = 0.0
 
     def __init__(self, step: float) -> None:

@@ -24,11 +24,10 @@ from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, Features, RoundRecord
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
 from specdec_mlx.draft_length.costs import Curve
-from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import LENGTHS, Auto
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.lab.bench.cost import linear_cost

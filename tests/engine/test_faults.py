@@ -34,7 +34,7 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.caches import check_usable
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.draft_length.value import Fixed
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.lab.beams.search import BeamDrafting, BeamRows, BeamSearch

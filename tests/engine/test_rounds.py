@@ -35,9 +35,8 @@ from specdec_mlx.contracts import (
     TargetRows,
     Verdict,
 )
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.drafting import Drafting
-from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.draft_length.value import Auto, Fixed
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.loop import Generation
 from specdec_mlx.options import Options

@@ -20,9 +20,9 @@ from specdec_mlx.batch.passes import BatchPasses, SharedPasses, ToVerify, make_p
 from specdec_mlx.batch.schedule import BatchText, BatchToken, OwnDrafting, Request, Rounds, Schedule
 from specdec_mlx.caches import note_other_thread
 from specdec_mlx.contracts import NO_DRAFT, Draft, Drafter, Outcome
-from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.rows import RowLength, SharedLength
+from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.drafters.shared_drafts import SharedDrafts
 from specdec_mlx.loop import assemble
 from specdec_mlx.options import Options
@@ -242,7 +242,7 @@ class BatchGeneration:
     def length_of_text(self, own: int | str | DraftLength | None = None) -> DraftLength:
         """The draft length of one text: its own, or that of the batch."""
         if own is None and self.shared is not None:
-            return RowLength(self.shared.tuning, shared=self.shared)
+            return RowLength(self.shared)
         choice = copy.deepcopy(self.options.num_draft_tokens if own is None else own)
         return make_draft_length(choice, tuning_for(self.model))
 
@@ -299,11 +299,13 @@ class BatchGeneration:
 
     def _would_draft(self) -> bool:
         """True if there would be a draft now, were no pass ahead of it."""
-        if all(text.generation.drafting.is_free for text in self.schedule.writing):
+        selections = [text.generation.drafting.selection for text in self.schedule.writing]
+        if all(selection is None or selection.is_free for selection in selections):
             return any(map(len, self._propose()))
         for text in self.schedule.writing:
             with self._alone(text.uid, text):
-                if text.generation.drafting.has_draft():
+                drafting = text.generation.drafting
+                if drafting.selection and drafting.selection.may_find(drafting.room):
                     return True
         return False
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, Outcome
-from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.draft_length.value import DraftLength
 from specdec_mlx.loop import Generation, Round, Token, tokens_of
 from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.sequence import PromptReader

@@ -27,13 +27,13 @@ NUM_SAMPLES = 7  # measurements that count: other programs use the machine too
 # measured, until they are believed
 NUM_PLAIN = NUM_SAMPLES // 2
 MOVED = 1.7  # times that a plain round differs from the rounds before if the pace has changed
-EXPIRES = 256  # rounds after which a measurement of the least recently used width is dropped
+PLAIN_EVERY = 128  # rounds after which a plain round is measured anew
 FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
-# bound of a width's first excess over one row, in excesses of the prior: kernels are compiled then
-FIRST_EXCESS = 3.0
+
+
+SINGLE = 2.0  # bound of a width that was measured once, in excesses of the prior over one row
 MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: no draft pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
-AGREE = MOVED ** (1 / 3)  # times that two measurements differ at most if no third is needed
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
 new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 
@@ -91,24 +91,27 @@ class CostModel:
 
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
     the measured one. plain: seconds of passes over one row; seconds: their median. ratios: rows ->
-    measured costs. needs_plain: True if a plain round is due.
+    measured costs. most_rows: of the widest pass that may be tried, a few, or 4 times the
+    widest so far. needs_plain: True if a plain round is due.
     """
 
     prior: Curve = MILDEST
-    first_rows: int = FIRST_ROWS
     plain: deque[float] = field(default_factory=partial(deque[float], maxlen=NUM_PLAIN))
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     seconds: float = 0.0
+    most_rows: int = 1
     needs_plain: bool = True
     fitted: dict[int, float] = field(default_factory=dict)
-    _measured: dict[int, tuple[float, int]] = field(default_factory=dict)
+    _measured: dict[int, tuple[float, int]] | None = None
     _num_rounds: int = 0
     _due: int = 0
     _num_odd: int = 0
+    _doubted: tuple[deque[float], float] | None = None
 
     def __post_init__(self) -> None:
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
-        self.first_rows = max(m for m in WIDTHS if self.prior(m) <= self.prior(self.first_rows))
+        few = self.prior(FIRST_ROWS)
+        self.most_rows = max(m for m in WIDTHS if self.prior(m) <= few)
         self._fit()
 
     def add(self, rows: int, seconds: float) -> None:
@@ -116,20 +119,11 @@ class CostModel:
         if seconds <= 0:
             return
         self._num_rounds += 1
-        if self._num_rounds % EXPIRES == 0:
-            for oldest in [*self.ratios][:1]:
-                self.ratios[oldest].popleft()
-                self.restore(self.ratios)
         if rows == 1:
             self._add_plain(seconds)
         elif self.plain:
-            samples = self.ratios.pop(rows, None) or new_samples()
-            known = sorted(samples)[len(samples) // 4] if samples else 0.0
-            if (ratio := self.compare(seconds, known)) is not None:
-                samples.append(ratio)
-            if samples:
-                self.ratios[rows] = samples  # the latest stands last
-                self._fit()
+            samples = self.ratios.setdefault(rows, new_samples())
+            self.measure(samples, seconds, rows, self.fitted.get(rows) or self(rows))
         self.needs_plain = self._num_rounds >= self._due
 
     def _add_plain(self, seconds: float) -> None:
@@ -137,32 +131,51 @@ class CostModel:
         before = self.seconds or seconds
         self.plain.append(seconds)
         self.seconds = median_low(self.plain)
-        spacing = EXPIRES // (8 if len(self.plain) < NUM_PLAIN else 2)
+        spacing = PLAIN_EVERY // (4 if len(self.plain) < NUM_PLAIN else 1)
         if not before / MOVED < seconds < before * MOVED:
             spacing = 0
+        elif self._num_odd:
+            self._believe()
+        self._doubted, self._num_odd = None, 0
         self._due = self._num_rounds + spacing
 
-    def compare(self, seconds: float, known: float) -> float | None:
-        """Seconds in plain rounds; None for what contradicts what is known of it, 0 for nothing.
+    def measure(
+        self,
+        samples: deque[float],
+        seconds: float,
+        rows: int,
+        known: float,
+        less: float = 0.0,
+        shares: int = 1,
+    ) -> None:
+        """Add seconds, in plain rounds, to samples of a cost, unless they contradict what is known.
 
-        That was a bad moment, unless it comes several times: then the pace may have changed.
+        That was a bad moment of the machine, unless a plain round, which is due then, takes as long
+        as ever, or several rounds agree. less, shares: of the cost the samples have the rest, in so
+        many shares.
         """
+        self.most_rows = max(self.most_rows, 4 * rows)
         ratio = seconds / self.seconds
-        is_odd = ratio * MOVED < 1.0 or 0 < known * MOVED < ratio
-        self._num_odd = (self._num_odd + 1) * is_odd
-        if self._num_odd > NUM_PLAIN * (known > 0):
+        is_low = ratio * MOVED < 1.0
+        self._num_odd = (self._num_odd + 1) * (is_low or known * MOVED < ratio)
+        if self._num_odd > (0 if is_low else min(NUM_PLAIN, len(samples))):
             self._due = self._num_rounds
-        return None if 0 < self._num_odd <= NUM_PLAIN else ratio
+        self._doubted = samples, (ratio - less) / shares
+        if not 0 < self._num_odd <= NUM_PLAIN:
+            self._believe()
+
+    def _believe(self) -> None:
+        """Add the latest measurement to its samples."""
+        if self._doubted is not None:
+            samples, cost = self._doubted
+            samples.append(cost)
+            self._fit()
 
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""
         self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
+        self.most_rows = max(self.most_rows, 4 * max(self.ratios, default=0))
         self._fit()
-
-    def most_rows(self) -> int:
-        """Rows of the widest pass that may be tried: first 1, then few, then 4 times the widest."""
-        tried = max(self.ratios) if sum(map(len, self.ratios.values())) > 1 else 0
-        return 1 if self.needs_plain else max(self.first_rows, 4 * tried)
 
     def __call__(self, rows: int) -> float:
         """Cost of a pass over `rows` >= 1, in passes over one; never falling."""
@@ -171,25 +184,27 @@ class CostModel:
         return float(np.interp(rows, list(self.fitted), list(self.fitted.values())))
 
     def _fit(self) -> None:
-        """Fit anew, if that changes what was measured of any width."""
-        excess, found = self._excess, dict[int, tuple[float, int]]()
+        """Fit the measurements and the prior, whose excess is scaled by the measured one."""
+        excess = self._excess
+        measured = expected = PRIOR_WEIGHT * excess[FIRST_ROWS]
+        plain, found = PRIOR_WEIGHT, dict[int, tuple[float, int]]()
         for rows, samples in self.ratios.items():
             if rows not in excess:
                 excess[rows] = self.prior(rows) - 1.0
+            believed = excess[rows]
+            # Others use the machine too: it is slow by chance, never quick. So the lower quartile,
+            # and a single measurement proves little.
             num = len(samples)
-            # Others use the machine too: it is slow by chance, never quick. So the lower quartile.
-            apart = max(samples) >= AGREE * min(samples) * (num > 1)
-            bound = FIRST_EXCESS * excess[rows] if apart and num < NUM_PLAIN else rows
-            found[rows] = min(sorted(samples)[num // 4], 1.0 + bound), num
-        if self.fitted and self._measured == found:
+            ratio = min(sorted(samples)[num // 4], 1.0 + rows) if num else 1.0
+            if num == 1:
+                ratio = min(ratio, 1.0 + SINGLE * believed)
+            found[rows] = ratio, num
+            measured += num * (ratio - 1.0)
+            expected += num * believed
+            plain += num
+        if found == self._measured:
             return
         self._measured = found
-        measured = expected = PRIOR_WEIGHT * excess[FIRST_ROWS]
-        plain = PRIOR_WEIGHT
-        for rows, (ratio, num) in found.items():
-            measured += num * (ratio - 1.0)
-            expected += num * excess[rows]
-            plain += num
         scale = max(0.0, measured / expected) if expected > 0 else 1.0
         # wide: another kernel
         if self.prior.fits and max(found, default=0) <= FIRST_ROWS:
@@ -212,8 +227,8 @@ class Steps:
     def add_whole(self, cost_model: CostModel, seconds: float, num_steps: int) -> None:
         """Add a round whose pass verified so many tokens, of which the whole is known."""
         cost = cost_model(1 + num_steps)
-        if (ratio := cost_model.compare(seconds, cost + self(num_steps))) is not None:
-            self.first.append((ratio - cost) / num_steps)
+        known = cost + self(num_steps)
+        cost_model.measure(self.first, seconds, 1 + num_steps, known, cost, num_steps)
 
     def of(self, samples: Sequence[float]) -> float:
         """Cost of a step by its measurements; the prior is one, so that no first one is all."""

@@ -76,6 +76,11 @@ class Learned:
     steps: Steps = field(default_factory=Steps)
     account: Account = field(default_factory=Account)
 
+    def begin_text(self) -> None:
+        """Decay what was recent: another text begins."""
+        self.chances.decay()
+        self.unseen.decay()
+
     def saved(self) -> SavedDrafter:
         """All but the tokens that were written."""
         steps = list(self.steps.first), list(self.steps.further)
@@ -112,7 +117,7 @@ class Tuning:
             several = num_texts > 1
             near = [k for k in self.costs if (k[0] > 1) == several]
             cost = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
-            new = CostModel(Curve(tuple(cost)), 2) if several else CostModel(self.prior)
+            new = CostModel(Curve(tuple(cost))) if several else CostModel(self.prior)
             self.costs[kind] = new
             if near:
                 nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec_mlx.contracts import DraftContext as DraftContext
     from specdec_mlx.contracts import Features as Features
-    from specdec_mlx.draft_length.policy import DraftLength as DraftLength
     from specdec_mlx.draft_length.store import Tuning as Tuning
+    from specdec_mlx.draft_length.value import DraftLength as DraftLength
     from specdec_mlx.drafters.choosing.registry import drafter_names as drafter_names
     from specdec_mlx.drafters.choosing.registry import make_drafter as make_drafter
     from specdec_mlx.drafters.first_of import FirstOf as FirstOf
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "DraftContext": "specdec_mlx.contracts",
-    "DraftLength": "specdec_mlx.draft_length.policy",
+    "DraftLength": "specdec_mlx.draft_length.value",
     "Features": "specdec_mlx.contracts",
     "FirstOf": "specdec_mlx.drafters.first_of",
     "Grammar": "specdec_mlx.drafters.grammar",

@@ -27,7 +27,7 @@ from mlx_lm.generate import generation_stream
 from specdec_mlx.arguments import DEFAULT_DRAFTER
 from specdec_mlx.batch_generation import batch_generate
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
-from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
+from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor, with_forced
 from specdec_mlx.errors import MlxLmVersionError

@@ -20,8 +20,7 @@ import tiny_text
 from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Features, Session
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.draft_length.value import Auto, Fixed
 from specdec_mlx.lab.beams.search import (
     Beam,
     BeamDrafting,

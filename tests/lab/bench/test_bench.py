@@ -27,8 +27,8 @@ from selection import cases, in_one_test
 from specdec_mlx.cli.commands import main
 from specdec_mlx.contracts import Draft, DraftContext, Outcome, RoundRecord
 from specdec_mlx.draft_length.costs import CURVES, WIDTHS
-from specdec_mlx.draft_length.policy import Fixed, make_draft_length
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import Fixed, make_draft_length
 from specdec_mlx.drafters.choosing import choice
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.bench import replay, run, summary, timing

@@ -24,8 +24,8 @@ from specdec_mlx.contracts import (
     all_drafters,
     share_class,
 )
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import Auto
 from specdec_mlx.lab.papers.lookahead import LookaheadSession
 from specdec_mlx.lab.papers.recycling import BRANCHES, TOP, SuccessorTable
 from specdec_mlx.token_ids import to_list

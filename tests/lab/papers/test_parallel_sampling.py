@@ -25,7 +25,7 @@ from scripted import OracleDrafter
 from selection import cases, in_one_test
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft, DraftContext, GoesOn, RoundRecord
-from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.draft_length.value import Fixed
 from specdec_mlx.errors import HeadError, TrainingError
 from specdec_mlx.lab.beams.search import copy_of
 from specdec_mlx.lab.papers.parallel_sampling import (

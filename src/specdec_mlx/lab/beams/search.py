@@ -28,10 +28,8 @@ from specdec_mlx.contracts import (
     RoundRecord,
     Session,
 )
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.contract import DraftLength
-from specdec_mlx.draft_length.policy import Fixed, make_draft_length
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import Auto, DraftLength, Fixed, make_draft_length
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.exactness.probe import can_hold_rows

@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.utils import load_tokenizer
 from msgspec.structs import replace
 
+from specdec_mlx.arguments import parse_draft_length
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import (
     Draft,
@@ -28,12 +29,10 @@ from specdec_mlx.contracts import (
     Outcome,
     RoundRecord,
 )
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.drafting import Drafting
-from specdec_mlx.draft_length.parts import Model
-from specdec_mlx.draft_length.policy import DraftLength, make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.value import Auto, DraftLength, Model, make_draft_length
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve
 from specdec_mlx.lab.bench.record import Record, read_sessions
@@ -182,7 +181,8 @@ class ModelledClock(RoundClock):
 
     def _num_steps(self, round_: RoundRecord) -> int:
         """Draft steps since the last round, those of drafts that were dropped too."""
-        length, groups = self.drafting.length, self.drafting.groups
+        length, selection = self.drafting.length, self.drafting.selection
+        groups = selection.groups if selection else ()
         parts = length.parts.values() if isinstance(length, Auto) else ()
         steps = sum(part.num_steps for part in parts if isinstance(part, Model))
         is_free = {part.key: part.is_cheap for group in groups for part in group}

@@ -18,9 +18,8 @@ from mlx_lm.sample_utils import make_sampler
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import whole
+from specdec_mlx.arguments import parse_draft_length, whole
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.choice import DrafterChoice
 from specdec_mlx.files import Count

@@ -14,14 +14,13 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import checked, new_file, number
-from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.arguments import checked, new_file, number, parse_draft_length
 from specdec_mlx.drafters.choosing.choice import choice_of
 from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.record import format_record, read_sessions, save_record
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
-from specdec_mlx.lab.commands import FILE, SMALL_MODEL, add_drafting
+from specdec_mlx.lab.commands.shared_flags import FILE, SMALL_MODEL, add_drafting
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.models.loading import load_target

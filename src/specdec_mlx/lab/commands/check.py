@@ -8,10 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.arguments import argument, new_file
-from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.arguments import argument, new_file, parse_draft_length
 from specdec_mlx.drafters.choosing.choice import choice_of
-from specdec_mlx.lab.commands import FILE, SMALL_MODEL, add_drafting
+from specdec_mlx.lab.commands.shared_flags import FILE, SMALL_MODEL, add_drafting
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.lab.prompts import read_prompts
 from specdec_mlx.lab.proof.run import BUDGET, check

@@ -27,7 +27,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import checked, number
+from specdec_mlx.arguments import checked, number, parse_draft_length
 from specdec_mlx.cli.blas import (
     REFERENCE_BLAS,
     THREADS,
@@ -36,7 +36,6 @@ from specdec_mlx.cli.blas import (
     start_again_with_openblas,
 )
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.default import default_drafter
@@ -57,7 +56,7 @@ from specdec_mlx.lab.bench.timing import (
     plain,
     take_turns,
 )
-from specdec_mlx.lab.commands import SMALL_MODEL
+from specdec_mlx.lab.commands.shared_flags import SMALL_MODEL
 from specdec_mlx.lab.pair import held_out_openings, load_pair
 from specdec_mlx.lab.prompts import RecordedText, encode_chat
 from specdec_mlx.lab.tables import Columns, markdown_table, table_of

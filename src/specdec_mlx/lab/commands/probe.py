@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from specdec_mlx.lab import probing
-from specdec_mlx.lab.commands import SMALL_MODEL
+from specdec_mlx.lab.commands.shared_flags import SMALL_MODEL
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models.loading import load_model
 

@@ -16,7 +16,7 @@ from specdec_mlx.lab.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.lab.bench.record import Record, load_record
 from specdec_mlx.lab.bench.replay import record_of_sessions, score_record
 from specdec_mlx.lab.bench.summary import Result
-from specdec_mlx.lab.commands import FILE, add_drafting
+from specdec_mlx.lab.commands.shared_flags import FILE, add_drafting
 
 DEFAULT_LENGTHS = ("auto",)
 DEFAULT_SLOPE = "linear:0.24"

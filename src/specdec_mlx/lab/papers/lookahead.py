@@ -35,7 +35,7 @@ from specdec_mlx.contracts import (
     Features,
     Session,
 )
-from specdec_mlx.draft_length.contract import ValuedSession, ValuesDrafts
+from specdec_mlx.draft_length.value import Auto, ValuedSession
 from specdec_mlx.lab.papers.recycling import SuccessorTable
 from specdec_mlx.lab.papers.suffix_trees import best_of_chains
 from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of, texts_of
@@ -137,7 +137,7 @@ class LookaheadSession(Session, ValuedSession):
         self._draft = self._with_rows(n_grams, limit, self._config.window)
         return self._draft
 
-    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
+    def propose_tree(self, limit: int, values: Auto, may_fork: Callable[[], bool]) -> Draft:
         """The part of the pool that is worth verifying, and rows where they cost little."""
         draft = best_of_chains(self.candidates, self._key, limit, values, may_fork)
         least = values.price(len(draft))

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.contract import ValuedSession, ValuesDrafts
+from specdec_mlx.draft_length.value import Auto, ValuedSession
 from specdec_mlx.drafters.suffix import Path, SuffixDrafter, SuffixSession, evidence_of, vote
 from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of
 
@@ -69,7 +69,7 @@ def best_of_chains(
     candidates: Callable[[int], Sequence[Draft]],
     key: str,
     limit: int,
-    values: ValuesDrafts,
+    values: Auto,
     may_fork: Callable[[], bool],
 ) -> Draft:
     """The chain or tree that is worth most, of all the chains of a session.
@@ -100,7 +100,7 @@ class SuffixTreeSession(SuffixSession, ValuedSession):
         found = trie(*self.paths(limit), known_chances())
         return draft_of(found, list(found.values()))
 
-    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
+    def propose_tree(self, limit: int, values: Auto, may_fork: Callable[[], bool]) -> Draft:
         """The chain or tree that is worth most."""
 
         def chains(longest: int) -> list[Draft]:

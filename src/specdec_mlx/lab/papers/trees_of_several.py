@@ -18,7 +18,7 @@ from specdec_mlx.contracts import (
     Session,
     chain,
 )
-from specdec_mlx.draft_length.contract import ValuedSession, ValuesDrafts
+from specdec_mlx.draft_length.value import Auto, ValuedSession
 from specdec_mlx.drafters.first_of import CombinedSession, FirstOf, context_for
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter, SuffixSession
@@ -117,7 +117,7 @@ class TreeSession(CombinedSession):
 class LookUpTree(TreeSession, ValuedSession):
     """One generation of look-ups, whose chains the automatic draft length makes into one tree."""
 
-    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
+    def propose_tree(self, limit: int, values: Auto, may_fork: Callable[[], bool]) -> Draft:
         """The tree, or the chain, of all their chains that is worth most."""
         chains: list[tuple[str, Draft]] = []
         for key, part in self._parts:

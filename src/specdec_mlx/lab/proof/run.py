@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.arguments import whole
 from specdec_mlx.contracts import AcceptanceRule, all_drafters, models_of
-from specdec_mlx.draft_length.policy import make_draft_length
+from specdec_mlx.draft_length.value import make_draft_length
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.heads.drafter import HeadDrafter

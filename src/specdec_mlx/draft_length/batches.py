@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
 
-from specdec_mlx.contracts import Draft, RoundRecord, Session
-from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.contracts import Draft, RoundRecord
 from specdec_mlx.draft_length.chances import tokens_and_evidence
-from specdec_mlx.draft_length.contract import DraftLength
-from specdec_mlx.draft_length.parts import Model, Prices
 from specdec_mlx.draft_length.store import EXPLORATION, Account, Tuning
+from specdec_mlx.draft_length.value import Auto, DraftLength, Model, Prices
 
 
 @dataclass
@@ -33,7 +30,7 @@ class SharedLength:
     def share(self, rows: Sequence[tuple[RowLength, str, Draft]]) -> list[Draft]:
         """The part of each row's draft (length, drafter's key, draft) that is verified.
 
-        A draft that was drawn is cut by its length and the other rows alone, one of a model never.
+        A draft that was drawn is cut by its length and the other rows alone, a model's draft never.
         """
         width = max(len(draft) for _, _, draft in rows)
         if width and not any(part in self.models for _, part, _ in rows):
@@ -76,43 +73,48 @@ class SharedLength:
 
 
 @dataclass
-class RowLength(Auto):
-    """One text's side of it. account: what it may fall behind a plain batch, in plain passes."""
+class RowLength(DraftLength):
+    """One text's side of it: chains alone, kept whole, which `SharedLength` cuts.
 
-    shared: SharedLength = field(default_factory=lambda: SharedLength(Tuning()))
+    account: what the text may fall behind a plain batch, in plain passes.
+    """
+
+    values_drafts = True
+
+    shared: SharedLength
     account: Account = field(default_factory=Account)
 
     def __post_init__(self) -> None:
-        self.prices = self.shared.prices
-
-    def begin(self, part: str, session: Session, may_fork: Any) -> Callable[[int], Draft]:
-        """Chains alone, of a length that is chosen before."""
-        return session.propose
+        self.auto = Auto(self.shared.tuning, prices=self.shared.prices)
 
     def limit(self, part: str, cheap: bool) -> int:
-        """The longest that is tried, or what is chosen for a draft model in every row."""
-        if not cheap and part not in self.parts:
-            model = Model(self.prices, self.tuning.of(part))
-            self.parts[part] = self.shared.models.setdefault(part, model)
-        return super().limit(part, cheap)
+        """The longest that is tried, or for a draft model the length chosen for all rows."""
+        if not cheap and part not in self.auto.parts:
+            self.auto.parts[part] = self.shared.models.setdefault(part, self.auto.part(part, Model))
+        return self.auto.limit(part, cheap)
 
     def cut(self, part: str, draft: Draft) -> int:
-        """All of it, unless it would not even pay if all rows had one like it."""
-        return len(draft) if super().cut(part, draft) else 0
+        """Keep the whole draft unless it would lose even if every row had one this good."""
+        return len(draft) if self.auto.cut(part, draft) else 0
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         """The draft that is worth most, whole."""
-        key, draft = super().choose(drafts)
-        return key, dict(drafts)[key] if len(draft) else draft
+        key, draft = self.auto.choose(drafts)
+        return key, dict(drafts).get(key, draft)
+
+    def beats_chosen(self, part: str) -> bool:
+        """True if a draft model promises more than the draft that was chosen last."""
+        return self.auto.beats_chosen(part)
 
     def reaches(self, part: str, draft: Draft) -> list[float]:
         """[K] chance of each token that it and all before it are accepted; by place if drawn."""
         if not len(draft):
             return []
-        shown = tokens_and_evidence(draft) if draft.logprobs is None else ((), [0] * len(draft))
-        return self.parts[part].reaches(*shown)
+        known = tokens_and_evidence(draft) if draft.logprobs is None else ((), [0] * len(draft))
+        found: list[float] = self.auto.parts[part].reaches(*known)
+        return found
 
     def record(self, round_: RoundRecord) -> None:
-        """Learn what was right of the drafts, verified or not; `shared` learns what they cost."""
-        for key, part in self.parts.items():
+        """Learn how far the drafts were right, verified or not; `shared` learns what they cost."""
+        for key, part in self.auto.parts.items():
             part.record(replace(round_, steady=False), round_.drafted > 0 and key == round_.part)

@@ -1,0 +1,500 @@
+"""How many tokens to draft: a fixed number, or "auto", as many as pay.
+
+Keeping K tokens is worth the tokens that they are expected to bring less their cost:
+
+    1 + a_1 + a_1 a_2 + ... + a_1..a_K - rate * (cost(1 + K) + drafting(K)),
+
+a_i the chance that token i is accepted if those before it were (`chances`), costs in plain rounds
+(`costs`), rate the tokens that a plain round's time has lately brought. The largest value wins
+(`Prices.best`); at K = 0 that is plain decoding.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import inf
+from operator import mul
+from time import perf_counter
+from typing import Any, ClassVar
+
+from specdec_mlx.arguments import AUTO, whole, wrong
+from specdec_mlx.contracts import (
+    MANY_WAITING,
+    NO_DRAFT,
+    ROOT,
+    Draft,
+    Evidence,
+    RoundRecord,
+    Session,
+    Step,
+    chain,
+)
+from specdec_mlx.draft_length.chances import tokens_and_evidence
+from specdec_mlx.draft_length.costs import WIDTHS, CostModel
+from specdec_mlx.draft_length.store import EXPLORATION, Learned, Tuning
+from specdec_mlx.errors import UnknownNameError
+
+LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
+LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
+# recent acceptance from which on a look-up is asked for long drafts, and a model soon again
+PREDICTABLE = 0.4
+PAUSE = 8  # rounds without asking a drafter that costs time, after a round in which it did not pay
+READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
+RATE_DECAY = 0.95  # of moving averages, and of the sums that the going rate is the ratio of
+
+MayFork = Callable[[], bool]
+Propose = Callable[[int], Draft]
+
+
+class DraftLength:
+    """Chooses the draft length of each round of one generation, and learns from the rounds.
+
+    `part` is the key of the drafter that is asked, one of several in a combination;
+    `RoundRecord.part` is the key of the drafter whose draft was verified. values_drafts: `choose`
+    and `beats_chosen` compare what drafts are worth.
+    """
+
+    values_drafts: ClassVar[bool] = False
+
+    def limit(self, part: str, cheap: bool) -> int:
+        """Most tokens to draft now, >= 0; decided before anything is drawn.
+
+        cheap: True if proposing is free, so that more may be asked for than `cut` keeps.
+        """
+        raise NotImplementedError
+
+    def cut(self, part: str, draft: Draft) -> int:
+        """How many tokens of a point-mass draft to keep, 0 to K; by default all.
+
+        A drawn draft is never shown here: dropping a token for what it is would change the output
+        law.
+        """
+        return len(draft)
+
+    def record(self, round_: RoundRecord) -> None:
+        """Learn from a finished round; by default nothing."""
+
+    def begin(self, part: str, session: Session, may_fork: MayFork) -> Propose:
+        """Register a session; returns the function that gets its drafts, by most tokens."""
+        return session.propose
+
+    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
+        """The draft to verify, cut, with its drafter's key; by default that of the longest match.
+
+        drafts: point masses of at least one token, each with its drafter's key; at least one.
+        """
+        key, draft = max(drafts, key=lambda proposal: proposal[1].match)
+        return key, draft.head(self.cut(key, draft))
+
+    def beats_chosen(self, part: str) -> bool:
+        """True if a session that costs time promises more than the draft that was chosen last."""
+        return True
+
+    def wants_timing(self, num_drafted: int) -> bool:
+        """True if a round's seconds are needed now; the loop then waits before it emits."""
+        return False
+
+
+class Fixed(DraftLength):
+    """Always up to `length` tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = whole("num_draft_tokens", length, 0, f", or {AUTO!r}")
+
+    def limit(self, part: str, cheap: bool) -> int:
+        """The fixed length."""
+        return self.length
+
+
+def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = None) -> DraftLength:
+    """Draft length for what a caller passed as `num_draft_tokens`; "auto" learns on in `tuning`.
+
+    Raises UnknownNameError, or ValueError for what is no int >= 0, no policy or no tuning.
+    """
+    if tuning is not None and not isinstance(tuning, Tuning):
+        raise wrong("tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None")
+    if isinstance(choice, str):
+        if choice != AUTO:
+            raise UnknownNameError(
+                f"num_draft_tokens={choice!r}: expected an int >= 0 or {AUTO!r}."
+            )
+        return Auto(tuning or Tuning())
+    if isinstance(choice, DraftLength):
+        return choice
+    if not isinstance(choice, int | type) and hasattr(choice, "limit"):
+        return Auto(given=choice)
+    return Fixed(choice)
+
+
+@dataclass
+class Prices:
+    """Costs of passes and the worth of a token: `rate`, the ratio of `tokens` and `spent`.
+
+    most: longest draft that may be tried. context: positions on the caches.
+    """
+
+    cost_model: CostModel
+    tokens: float = 0.0
+    spent: float = 0.0
+    rate: float = 1.0
+    most: int = 0
+    context: int = 0
+    clock: Callable[[], float] = perf_counter
+
+    def update(self, cost_model: CostModel, tokens: float = 0.0, cost: float = 0.0) -> None:
+        """Take over present costs, and what a round has brought at which cost."""
+        if cost:
+            self.tokens = RATE_DECAY * self.tokens + tokens
+            self.spent = RATE_DECAY * self.spent + cost
+        self.cost_model = cost_model
+        self.rate = max(1.0, self.tokens / (self.spent or inf))
+        self.most = 0 if cost_model.needs_plain else cost_model.most_rows - 1
+
+    def best(
+        self, reaches: Sequence[float], step: float = 0.0, drafted: int = 0, start: float = 0.0
+    ) -> tuple[int, float]:
+        """The length of the largest value, and its gain over plain decoding, in tokens.
+
+        reaches: chance of each token that it and all before it are accepted. step: cost of drafting
+        a token after those `drafted`, which are paid already. start: what the first costs besides.
+        """
+        best, gain, tokens = 0, 0.0, 0.0
+        costs, rate = self.cost_model.fitted, self.rate
+        lengths = {*LENGTHS, len(reaches), drafted}
+        for length, reach in enumerate(reaches[: self.most], start=1):
+            tokens += reach
+            if length in lengths:
+                # costs are at least 1
+                cost = costs.get(1 + length) or self.cost_model(1 + length)
+                if length > drafted:
+                    cost += start + step * (length - drafted)
+                value = tokens - rate * (cost - 1.0)
+                if value > gain:
+                    best, gain = length, value
+        return best, gain
+
+
+@dataclass(eq=False)
+class LookUp:
+    """A drafter that is free to ask; each of its drafts is scored against the text that comes.
+
+    gain: of its next draft over plain decoding, in tokens. scored, evidence: a draft that is
+    compared with the text. latest: last token of the text.
+    """
+
+    prices: Prices
+    learned: Learned
+    gain: float = 0.0
+    scored: Sequence[int] = ()
+    evidence: Sequence[Evidence | int] = ()
+    latest: int = -2
+
+    def __post_init__(self) -> None:
+        """Decay what was recent: it is another text."""
+        self.learned.begin_text()
+
+    def limit(self) -> int:
+        """Most tokens to ask for."""
+        return LENGTHS[-1] if self.learned.chances.recent >= PREDICTABLE else LONGEST
+
+    def reaches(self, tokens: Sequence[int], evidence: Sequence[Evidence | int]) -> list[float]:
+        """[K] chance of each token of a chain that it and all before it are accepted."""
+        return [*accumulate(self.learned.chances.of_draft(evidence, tokens, self.latest), mul)]
+
+    def cut(self, draft: Draft) -> int:
+        """Number of tokens to keep of a point mass; all or none of a tree, by its first chain."""
+        is_chain = draft.parents is None
+        tokens, evidence = tokens_and_evidence(draft if is_chain else draft.first_chain())
+        kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
+        self.scored, self.evidence = tokens, evidence
+        return kept if is_chain else len(draft) * (kept > 0)
+
+    def record(self, round_: RoundRecord, drafted: bool) -> float:
+        """Learn from a round, with its draft or another's; its cost beyond a plain round."""
+        if self.scored:
+            right = []
+            for own, token in zip(self.scored, round_.tokens, strict=False):
+                right.append(own == token)
+                if own != token:
+                    break
+            self.learned.chances.learn(self.evidence, right, self.scored, self.latest)
+            self.scored = ()
+        if round_.tokens:
+            self.latest = round_.tokens[-1]
+        if not drafted:
+            return 0.0
+        if round_.steady:
+            self.prices.cost_model.add(1 + round_.drafted, round_.seconds)
+        return self.prices.cost_model(1 + round_.drafted) - 1.0
+
+
+@dataclass(eq=False)
+class Model:
+    """A drafter that costs time; it tells nothing until it is paid for, from an account.
+
+    A token's value is compared with the measured cost of its step, where AdaEDL (Agrawal et al.
+    2024) and SpecDec++ (Huang et al. 2024) have thresholds.
+
+    can_stop: True if its session can. most_unread: bound of the text's tokens that it
+    reads when it is asked. unread: tokens of the text that it has not read, None for all. charge:
+    cost of reading them. pause: rounds until it is asked again.
+    """
+
+    prices: Prices
+    learned: Learned
+    can_stop: bool = False
+    most_unread: float = inf
+    gain: float = 0.0
+    evidence: Sequence[Evidence | int] = ()
+    unread: int | None = None
+    charge: float = 0.0
+    pause: int = 0
+    num_emitted: int = 0
+    _times: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Decay what was recent: it is another text."""
+        self.learned.begin_text()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps since the last round, as far as it is asked about each."""
+        return max(0, len(self._times) - 1)
+
+    def num_unread(self) -> float:
+        """Tokens that it has to read besides a round's."""
+        unread = self.prices.context if self.unread is None else self.unread
+        return min(unread, self.most_unread) if unread > LONGEST + 1 else 0
+
+    def weigh(self) -> tuple[int, float]:
+        """The length of the largest value, or 1; what it may lose. Sets its gain."""
+        steps, prices = self.learned.steps, self.prices
+        reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
+        length, self.gain = prices.best(reaches, steps.step, start=steps(1) - steps.step)
+        length = length or 1
+        loss = prices.cost_model(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
+        return length, loss
+
+    def limit(self) -> int:
+        """The length of the largest value, or one token to find out, if it can be afforded.
+
+        Reading is paid on account, or once the text would have saved as much (ski rental bound).
+        """
+        self.gain = 0.0
+        if self.pause:
+            return 0
+        length, loss = self.weigh()
+        if self.can_stop:
+            reading = READING * self.learned.steps.step * self.num_unread()
+            self.charge = max(0.0, reading - self.gain * self.num_emitted)
+        account = self.learned.account
+        if max(loss, self.charge) > account.budget:
+            self.pause = PAUSE
+            self.learned.unseen.decay()
+            if account.right >= PREDICTABLE:
+                account.add(EXPLORATION * PAUSE * loss)
+            return 0
+        if not self.can_stop:
+            return length
+        # two steps tell what each costs
+        return min(LONGEST if self.learned.steps.first else 2, self.prices.most)
+
+    def cut(self, draft: Draft) -> int:
+        """All of it: `limit` or `goes_on` chose the length."""
+        return len(draft)
+
+    def propose_while_worth(self, session: Session, limit: int) -> Draft:
+        """Its draft, as long as the next token is worth its steps."""
+        self._times = [self.prices.clock()]
+        return session.propose_while(limit, self.goes_on)
+
+    def goes_on(self, evidence: Sequence[Evidence]) -> Step:
+        """Weigh the latest token and those that could follow it; see `Session.propose_while`."""
+        length, latest, learned = len(evidence), evidence[-1], self.learned
+        free = latest.is_free
+        if not free:
+            self._times.append(self.prices.clock())
+        self.evidence, chances = evidence, learned.chances.of_draft(evidence)
+        guess, step = (learned.chances, 0.0) if free else (learned.unseen, learned.steps.step)
+        chances += guess.of_draft([latest if free else 0] * (LONGEST - length), first=length)
+        best, _ = self.prices.best([*accumulate(chances, mul)], step, length)
+        if best > length:
+            return Step.GO_ON
+        is_new = not self.gain and 1 + length not in self.prices.cost_model.ratios
+        return Step.STOP_AFTER if best == length or is_new else Step.STOP_BEFORE
+
+    def record(self, round_: RoundRecord, drafted: bool) -> float:
+        """Learn what a draft cost and how far it was right; pause where that is seldom."""
+        learned, cost_model, times = self.learned, self.prices.cost_model, self._times
+        steps, account = learned.steps, learned.account
+        num_steps = self.num_steps if self.can_stop else round_.drafted * drafted
+        self.pause = max(0, self.pause - 1)
+        self.num_emitted += round_.emitted
+        # steps are measured by the pass that followed them
+        if len(times) > 1 and round_.pass_seconds > 0:
+            cost = cost_model(1 + round_.drafted)
+            plain = round_.pass_seconds / cost if round_.steady else cost_model.seconds
+            if self.num_unread() <= LENGTHS[-1]:  # reading them hardly takes longer
+                steps.first.append((times[1] - times[0]) / plain)
+            if num_steps > 1:
+                steps.further.append((times[-1] - times[1]) / (num_steps - 1) / plain)
+            if round_.steady:
+                cost_model.add(1 + round_.drafted, round_.pass_seconds)
+        if drafted:
+            verdict = [True] * round_.accepted
+            verdict += [False] * (round_.accepted < round_.drafted)
+            learned.unseen.learn([0] * len(verdict), verdict)
+            if self.can_stop:
+                learned.chances.learn(self.evidence, verdict)
+            elif round_.steady and cost_model.seconds:
+                steps.add_whole(cost_model, round_.seconds, round_.drafted)
+        else:
+            account.add()
+        extra = (cost_model(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
+        if num_steps:
+            account.add((round_.emitted - 1) * drafted - extra - self.charge)
+            account.right += (1 - RATE_DECAY) * ((drafted and round_.accepted > 0) - account.right)
+            self.unread = 0
+        elif self.unread is not None:
+            self.unread += round_.emitted
+        self._times, self.charge = [], 0.0
+        return extra
+
+
+class ValuedSession(ABC):
+    """A look-up's session that drafts what is worth most, as a tree if that is best."""
+
+    @abstractmethod
+    def propose_tree(self, limit: int, values: Auto, may_fork: MayFork) -> Draft:
+        """The chain or tree of at most `limit` tokens that is worth most to `values`.
+
+        may_fork: asked if a tree is best.
+        """
+
+
+@dataclass
+class Auto(DraftLength):
+    """As many tokens as pay, 0 included. `tuning` learns; each drafter is one of the `parts`.
+
+    given: gives the lengths where it is not None; only the choice among drafts is by value then.
+    """
+
+    values_drafts = True
+
+    tuning: Tuning = field(default_factory=Tuning)
+    given: DraftLength | None = None
+    prices: Prices = field(default=None)  # type: ignore[assignment]
+    parts: dict[str, Any] = field(default_factory=dict)
+    _chosen_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.prices is None:
+            self.prices = Prices(self.tuning.cost_model())
+            self.prices.update(self.prices.cost_model)
+
+    def begin(self, part: str, session: Session, may_fork: MayFork) -> Propose:
+        """Register a session; returns the function that gets its drafts."""
+        if self.given is not None:
+            return session.propose
+        if isinstance(session, ValuedSession):
+            self.part(part, LookUp)
+            return lambda limit: session.propose_tree(limit, self, may_fork)
+        if session.can_stop and not (session.forks and may_fork()):
+            most_unread = MANY_WAITING if session.reads_target else inf
+            # which two sessions of one drafter share
+            model = self.part(part, Model, can_stop=True, most_unread=most_unread)
+            return lambda limit: model.propose_while_worth(session, limit)
+        return session.propose
+
+    def part(self, key: str, kind: type[Any], **how: Any) -> Any:
+        """The part of a drafter with this key; one of this kind from now on, if there is none."""
+        if key not in self.parts:
+            learned = self.tuning.of(key, look_up=kind is LookUp)
+            self.parts[key] = kind(self.prices, learned, **how)
+        return self.parts[key]
+
+    def limit(self, part: str, cheap: bool) -> int:
+        """The longest length that can pay, or for a draft that costs time, the one that does."""
+        known = self.parts.get(part) or self.part(part, LookUp if cheap else Model)
+        if self.given is None:
+            return known.limit() if self.prices.most else 0
+        self.prices.most = self.given.limit(part, cheap)
+        if isinstance(known, Model):
+            known.weigh()
+        return self.prices.most
+
+    def cut(self, part: str, draft: Draft) -> int:
+        """The length that pays best for this draft."""
+        if self.given is not None:
+            return self.given.cut(part, draft)
+        return self.parts[part].cut(draft) if len(draft) else 0
+
+    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
+        """The draft that is worth most, cut to its length."""
+        chosen, best, self._chosen_gain = "", NO_DRAFT, 0.0
+        for key, draft in drafts:
+            part = self.parts[key]
+            length = part.cut(draft)
+            if part.gain > self._chosen_gain:
+                best, chosen, self._chosen_gain = draft.head(length), key, part.gain
+        if self.given is not None:
+            return super().choose([one for one in drafts if one[0] == chosen] or drafts)
+        return chosen, best
+
+    def beats_chosen(self, part: str) -> bool:
+        """True if a draft model promises more than the draft that was chosen last."""
+        return bool(self.parts[part].gain > self._chosen_gain)
+
+    def best_tree(self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: MayFork) -> Draft:
+        """The chain, or the tree of all chains' prefixes, that is worth most.
+
+        drafts: chains of point masses, each with its drafter's key. may_fork: asked if a tree is
+        best.
+        """
+        firsts = dict(reversed(drafts))  # the first one of each drafter is scored
+        for key in firsts:
+            self.part(key, LookUp)
+        _, best = self.choose([*reversed(firsts.items())])
+        reaches: dict[tuple[int, ...], float] = {}
+        for key, draft in drafts:
+            tokens, evidence = tokens_and_evidence(draft)
+            for n, reach in enumerate(self.parts[key].reaches(tokens, evidence), start=1):
+                path = tuple(tokens[:n])
+                reaches[path] = max(reach, reaches.get(path, 0.0))
+        paths = sorted(reaches, key=lambda path: (-reaches[path], len(path)))
+        length, gain = self.prices.best([reaches[path] for path in paths])
+        nodes = {path: node for node, path in enumerate(paths[:length])}
+        parents = [nodes[path[:-1]] if len(path) > 1 else ROOT for path in nodes]
+        if gain > self._chosen_gain and parents != chain(length) and may_fork():
+            self._chosen_gain = gain
+            best = Draft([path[-1] for path in nodes], parents=parents)
+        return best
+
+    def price(self, num_drafted: int) -> float:
+        """Price of a pass over a draft, in tokens; infinite for one that cannot be tried."""
+        prices = self.prices
+        cost = prices.cost_model(1 + num_drafted) - 1.0
+        return prices.rate * cost if num_drafted <= prices.most else inf
+
+    def record(self, round_: RoundRecord) -> None:
+        """Learn cost and acceptance from a round, and the going rate."""
+        if self.given is not None:
+            self.given.record(round_)
+            round_ = replace(round_, steady=False)  # no length depends on costs
+        prices, cost = self.prices, 1.0
+        for key, part in self.parts.items():
+            cost += part.record(round_, round_.drafted > 0 and key == round_.part)
+        if not round_.drafted and cost == 1.0 and round_.steady:
+            prices.cost_model.add(round_.fed, round_.pass_seconds)
+        prices.context = round_.context
+        prices.update(self.tuning.cost_model(prices.context), round_.emitted, cost)
+
+    def wants_timing(self, num_drafted: int) -> bool:
+        """True if seconds are needed that a slow caller would hide."""
+        if self.given is not None:
+            return False
+        cost_model = self.prices.cost_model
+        return 1 + num_drafted not in cost_model.ratios if num_drafted else cost_model.needs_plain
