@@ -123,7 +123,7 @@ class BeamDrafting:
         """How a beam may go on, up to `limit` tokens: one way for a chain, several for a tree."""
         with mx.stream(self.stream):
             session = self._sessions[beam.tokens]
-            draft = proposing(session, self.drafter.key)(limit)
+            draft = proposing(session, "")(limit)
         check_draft(draft, self.context.vocab_size or 0)
         return paths_of(draft, limit)
 

@@ -208,8 +208,9 @@ def replay_text(
     options, context = Options(max_tokens=max_tokens), greedy_context(vocab_size)
     prompt, stats = list(text.prompt), SpeculationStats()
     sequence = SequenceState(prompt, len(prompt), max_tokens)
-    drafter = as_drafter(drafter)
-    drafting = Drafting(drafter, length, target, sequence, keeps_cache=False, stream=options.stream)
+    drafting = Drafting(
+        as_drafter(drafter), length, target, sequence, keeps_cache=False, stream=options.stream
+    )
     clock = ModelledClock(cost=cost, drafting=drafting, draft_seconds=draft_seconds)
     generation = Generation(target, sequence, drafting, context, options, stats, clock)
     with closing(generation.run()) as tokens:

@@ -288,7 +288,7 @@ class _AloneSession(Session):
 
     def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
         self._session = begin_session(alone.drafter, list(prompt), context)
-        self._propose, self._note = proposing(self._session, alone.drafter.key), alone.see
+        self._propose, self._note = proposing(self._session, ""), alone.see
         self.cheap = self._session.cheap
         self._tokens = list(prompt)
         rollback = Rollback.of(alone.model)

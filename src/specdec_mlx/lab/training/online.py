@@ -96,7 +96,7 @@ class OnlineTrainer:
 class OnlineDrafter(Drafter):
     """A drafter that learns from each text when it has ended; `folder` has its weights."""
 
-    drafter: Any
+    drafter: ModelDrafter | HeadDrafter
     trainer: OnlineTrainer
     folder: Path
     dtype: str
@@ -104,8 +104,7 @@ class OnlineDrafter(Drafter):
     @property
     def features(self) -> Features | None:
         """Features that the drafter reads."""
-        wanted: Features | None = self.drafter.features
-        return wanted
+        return self.drafter.features
 
     @property
     def key(self) -> str:
@@ -128,8 +127,7 @@ class OnlineDrafter(Drafter):
 
     def describe(self) -> str:
         """A line about it."""
-        is_head = isinstance(self.drafter, HeadDrafter)
-        return f"{self.drafter.describe() if is_head else f'{self.folder}: draft model'}; learns on"
+        return f"{self.drafter.describe() or f'{self.folder}: draft model'}; learns on"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         """Start a generation."""
