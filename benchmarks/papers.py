@@ -130,7 +130,7 @@ class Texts:
                         "sampler": Sampling(temp=1.0),
                         "num_draft_tokens": size,
                     }
-                    with steps_of(head.head.session) as steps:
+                    with steps_of(head.head.source) as steps:
                         stats = self.run(head, **how)
                     num_steps = len(stats.rounds) if kind == "medusa" else len(steps)
                     costs = {
@@ -141,16 +141,16 @@ class Texts:
 
 
 @contextmanager
-def steps_of(session: Any) -> Iterator[list[None]]:
+def steps_of(source: Any) -> Iterator[list[None]]:
     """A list that grows with each step of a head's drafts in here."""
     steps: list[None] = []
-    method = session.next_logits
+    method = source.next_logits
 
     def counted(self: Any, *args: Any, **more: Any) -> Any:
         steps.append(None)
         return method(self, *args, **more)
 
-    with patch.object(session, "next_logits", counted):
+    with patch.object(source, "next_logits", counted):
         yield steps
 
 

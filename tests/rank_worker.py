@@ -29,7 +29,7 @@ from scripted import ScriptedSession
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, Features
 from specdec_mlx.drafters.choosing.registry import make_drafter
-from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.lab.papers.early_exit import early_exit
 from specdec_mlx.ranks import Ranks
@@ -152,9 +152,9 @@ def every_rank() -> None:
 
 def every_rank_fails() -> None:
     """A session that raises on rank 1, or is not there: all end, and the next text is right."""
-    prompt, calls, propose = prompts()[0], [0], ModelSession.propose
+    prompt, calls, propose = prompts()[0], [0], WritingSession.propose
 
-    def raising(session: ModelSession, limit: int) -> Draft:
+    def raising(session: WritingSession, limit: int) -> Draft:
         calls[0] += 1
         if RANK == 1 and calls[0] == 3:
             raise ArithmeticError("propose")
@@ -162,7 +162,7 @@ def every_rank_fails() -> None:
 
     drafting = sd.ModelDrafter(pair().draft, on_every_rank=True)
     options = {"num_draft_tokens": 2, "rule": "coupled", **DRAWN}
-    with patch.object(ModelSession, "propose", raising):
+    with patch.object(WritingSession, "propose", raising):
         got, error = ending(sd.speculate(sharded(), prompt, drafting, **options))
     if RANK == 0:
         check("tokens", got, plain(prompt, max_tokens=len(got), **options))

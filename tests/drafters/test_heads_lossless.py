@@ -32,7 +32,7 @@ from specdec_mlx import lab
 from specdec_mlx.caches import Rollback, leaves
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
+from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSource
 from specdec_mlx.drafters.heads.mtp import FAMILIES
 from specdec_mlx.lab.proof import texts
 from specdec_mlx.lab.proof.report import Finding
@@ -159,7 +159,7 @@ def test_the_text_is_the_targets_own_at_any_draft_length(kind: str, name: str) -
 def test_an_assistant_lets_the_caches_grow_in_place(lets_go, monkeypatch):
     """Their memory stays where it is from pass to pass; held for longer it would be copied."""
     if not lets_go:
-        monkeypatch.setattr(AssistantSession, "end_draft", lambda self: None)
+        monkeypatch.setattr(AssistantSource, "end_draft", lambda self: None)
     model, one = target("qwen2"), drafter("assistant", "qwen2")
     caches, places = make_prompt_cache(model), set()
     options: dict[str, Any] = {"prompt_cache": caches, "max_tokens": 20, "num_draft_tokens": 3}

@@ -25,7 +25,7 @@ from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters import drawing
 from specdec_mlx.drafters.heads import gemma4_assistant, mtp
 from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.one_pass import CorrectedSession, DSpark, GroupedConvolution
+from specdec_mlx.drafters.heads.one_pass import BlockSource, DSpark, GroupedConvolution
 from specdec_mlx.drafters.heads.session import Level
 from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.token_ids import to_list
@@ -167,14 +167,14 @@ def context_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None
 
 def position_moves_on(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """Each token of a draft is asked from a position of its own."""
-    step = gemma4_assistant.AssistantSession.next_logits
+    step = gemma4_assistant.AssistantSource.next_logits
 
     def wrong(self: Any, token: mx.array | None, parents: Any = None) -> mx.array:
         if token is not None:
             self.held = {k: x._replace(offset=x.offset + 1) for k, x in self.held.items()}
         return step(self, token)
 
-    patch.setattr(gemma4_assistant.AssistantSession, "next_logits", wrong)
+    patch.setattr(gemma4_assistant.AssistantSource, "next_logits", wrong)
 
 
 class Given(nn.Module):  # type: ignore[misc]
@@ -283,9 +283,7 @@ def attribute(owner: Any, name: str, wrong: Any) -> Change:
     return lambda patch, given: patch.setattr(owner, name, wrong)
 
 
-def after_the_text(
-    self: CorrectedSession, tokens: mx.array | None, parents: Any = None
-) -> mx.array:
+def after_the_text(self: BlockSource, tokens: mx.array | None, parents: Any = None) -> mx.array:
     """Every place as if the block's known token stood before it."""
     rows = mx.array(places_after(self.places, tokens, parents))
     return self.head.corrected(self.logits[rows], self.states[rows], mx.array(self.tokens[-1:]))
@@ -298,9 +296,7 @@ def no_convolution(self: GroupedConvolution, part: Any, x: mx.array) -> Any:
 
 CORRECTED: dict[str, Change] = {
     "layers off by one": option(layers=(2, 4, 6)),
-    "the token before is the text's last": attribute(
-        CorrectedSession, "next_logits", after_the_text
-    ),
+    "the token before is the text's last": attribute(BlockSource, "next_logits", after_the_text),
     "causal in the block": option(changes={"is_causal": True}),
 }
 MARKOV = CORRECTED | {

@@ -175,11 +175,11 @@ def test_a_prompt_is_read_when_the_first_token_is_out(
     )
     length = 500
     shown = Shown(drafter(name), [i % VOCAB for i in range(length)], context(), chunk=512)
-    assert shown.session.waiting.start == 0
-    assert shown.session.waiting.num_rows == length - 1 < MOST_WAITING
+    assert shown.session.source.waiting.start == 0
+    assert shown.session.source.waiting.num_rows == length - 1 < MOST_WAITING
     shown.emit(1)
     assert len(shown.propose(1).tokens) == 1
-    assert shown.session.waiting.num_rows <= 1
+    assert shown.session.source.waiting.num_rows <= 1
     assert steps == ([length - 1, 1] if name in ("eagle3", "qwen3_5") else [])
 
 
@@ -192,7 +192,7 @@ def test_a_long_text_is_read_as_it_comes(name: str, monkeypatch: pytest.MonkeyPa
     for more in (0, 2 * most):
         for i in range(more):
             shown.emit(i % VOCAB)
-            assert shown.session.waiting.num_rows <= most
+            assert shown.session.source.waiting.num_rows <= most
         fresh = Shown(drafter(name), shown.text, context())
         assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
 
@@ -225,7 +225,8 @@ def test_pard_drafts_what_stands_after_its_masks() -> None:
         got = to_list(session.propose(length).tokens)
         logits = small()(mx.array([[*text, *[MASK] * (length - 1)]]))[0, -length:]
         assert got == mx.argmax(logits, axis=-1).tolist()
-        assert session.rollback.position == session.rollback.caches[0].offset == len(text)
+        read = session.source.rollback
+        assert read.position == read.caches[0].offset == len(text)
         tokens = [*got[:emitted], 50]
         session.observe(tokens)
         text += tokens
@@ -243,11 +244,11 @@ def test_what_is_read_ahead_of_a_draft_is_keys_and_values_alone(name: str) -> No
     """No attention and no logits are computed but at the last position, which drafts."""
     one, text, dot = drafter(name), list(range(40)), io.StringIO()
     session = Shown(one, text, context()).session
-    named: Any = tree_flatten(session.read())
+    named: Any = tree_flatten(session.source.read())
     mx.export_to_dot(dot, *(leaf for _, leaf in named if isinstance(leaf, mx.array)))
     operations = set(re.findall(r'label ="(\w+)"', dot.getvalue()))
     assert operations.isdisjoint({"ScaledDotProductAttention", "Softmax"})
-    assert session.waiting.num_rows == 1
+    assert session.source.waiting.num_rows == 1
     fresh = Shown(one, text, context())
     assert to_list(session.propose(3).tokens) == to_list(fresh.propose(3).tokens)
 

@@ -26,14 +26,12 @@ from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import shared_drafts
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.session import RecurrentSession
-from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.drafters.shared_drafts import (
-    ModelPasses,
     SharedDrafts,
-    SharedHeadSession,
-    SharedModelSession,
+    SharedPasses,
+    SharedSession,
 )
+from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.options import Options
 
 PROMPTS = [[9], [5, 17, 99, 3, 41, 8, 7], [11, 12, 13], [30, 31] * 20]
@@ -114,14 +112,14 @@ class Sometimes(sd.Drafter, sd.Session):
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Draft]]:
     """Each draft that a text asked for, and the text."""
     found: list[tuple[list[int], Draft]] = []
-    real = SharedModelSession.propose
+    real = SharedSession.propose
 
-    def propose(self: SharedModelSession, limit: int) -> Draft:
+    def propose(self: SharedSession, limit: int) -> Draft:
         draft = real(self, limit)
-        found.append((list(self.tokens), draft))
+        found.append((list(self.source.tokens), draft))
         return draft
 
-    monkeypatch.setattr(SharedModelSession, "propose", propose)
+    monkeypatch.setattr(SharedSession, "propose", propose)
     monkeypatch.setattr(shared_drafts, "MOST_PENDING", 3)  # texts that wait longer are read apart
     return found
 
@@ -162,13 +160,13 @@ def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
     both = sd.drafters.FirstOf(Sometimes(name), head)
     found: list[dict[tuple[int, ...], list[int]]] = [{}, {}]
     with monkeypatch.context() as patched:
-        for kinds, where in ((RecurrentSession, found[0]), (SharedHeadSession, found[1])):
+        for kinds, where in ((WritingSession, found[0]), (SharedSession, found[1])):
 
             def propose(
                 self: Any, limit: int, real: Any = kinds.propose, kept: Any = where
             ) -> Draft:
                 draft: Draft = real(self, limit)
-                kept[tuple(self.tokens)] = list(map(int, draft.tokens))
+                kept[tuple(self.source.tokens)] = list(map(int, draft.tokens))
                 return draft
 
             patched.setattr(kinds, "propose", propose)
@@ -190,13 +188,14 @@ def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
 
 def test_a_head_begins_where_the_prompt_was_not_read_before(monkeypatch: Any) -> None:
     """Samples of one prompt: it pairs the states that it sees with the tokens after them."""
-    target, real, counts = tiny.build("qwen2"), SharedHeadSession.propose, list[int]()
+    target, real, counts = tiny.build("qwen2"), SharedSession.propose, list[int]()
 
-    def propose(self: SharedHeadSession, limit: int) -> Draft:
-        counts.append(self.waiting.start + self.waiting.num_rows - len(self.tokens))
+    def propose(self: SharedSession, limit: int) -> Draft:
+        waiting = self.source.waiting
+        counts.append(waiting.start + waiting.num_rows - len(self.source.tokens))
         return real(self, limit)
 
-    monkeypatch.setattr(SharedHeadSession, "propose", propose)
+    monkeypatch.setattr(SharedSession, "propose", propose)
     head = HeadDrafter(heads.random_head(heads.HEADS["eagle3"], target))
     batch = BatchGeneration(target, head, Options(num_draft_tokens=2))
     asked = Request(PROMPTS[3], LENGTHS[3], sd.Sampling())
@@ -210,13 +209,13 @@ def test_a_head_begins_where_the_prompt_was_not_read_before(monkeypatch: Any) ->
 
 
 def test_all_rows_draft_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths, real = [], ModelPasses.draft
+    widths, real = [], SharedPasses.draft
 
-    def draft(self: ModelPasses, *asked: Any) -> None:
+    def draft(self: SharedPasses, *asked: Any) -> None:
         real(self, *asked)
         widths.append(len(self.sessions))
 
-    monkeypatch.setattr(ModelPasses, "draft", draft)
+    monkeypatch.setattr(SharedPasses, "draft", draft)
     batch = Batch("qwen2", max_rows=4, num_draft_tokens=3)
     assert max(widths) == 4
     assert len(widths) < max(map(len, batch.texts.values()))  # one a round, not one a text
@@ -231,7 +230,7 @@ def test_drawn_texts_are_repeatable_and_a_recurrent_model_drafts_alone() -> None
         for _ in range(2)
     ]
     assert texts[0] == texts[1]
-    assert type(SharedDrafts()(sd.ModelDrafter(model), [1], DraftContext())) is ModelSession
+    assert type(SharedDrafts()(sd.ModelDrafter(model), [1], DraftContext())) is WritingSession
 
 
 @pytest.mark.parametrize("length", [5, 20])
@@ -255,7 +254,7 @@ def test_a_text_that_ends_leaves_what_was_read_to_the_caller(length: int, asked:
         text += [*accepted, 0]
     sessions[2].observe([4, 5, 6, 7, 8, 9])  # it waits to be read, the others do not
     sessions[0].close(length)
-    read = sessions[0].rollback
+    read = sessions[0].source.rollback
     assert read.caches is caches[0]
     assert read.position == min(length, len(texts[0]) - 1)
     held, last = [*earlier, *texts[0][: read.position]], texts[0][read.position :][:1]

@@ -34,7 +34,7 @@ from specdec_mlx.draft_length.value import (
     Model,
     make_draft_length,
 )
-from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
 from specdec_mlx.lab.bench.replay import replay_text
 from specdec_mlx.lab.bench.timing import Sample
@@ -131,9 +131,9 @@ def model(name: str = "qwen2") -> nn.Module:
     return tiny.build(name, seed=3)
 
 
-def session(sampling: sd.Sampling, name: str = "qwen2", overlaps: bool = False) -> ModelSession:
+def session(sampling: sd.Sampling, name: str = "qwen2", overlaps: bool = False) -> WritingSession:
     context = sd.drafters.DraftContext(sampling=sampling, noise=Noise(7), vocab_size=VOCAB)
-    begun = sd.ModelDrafter(model(name)).begin(PROMPT, context)
+    begun: Any = sd.ModelDrafter(model(name)).begin(PROMPT, context)
     begun.pace.build, begun.pace.wait = float(overlaps), 1.0
     return begun
 

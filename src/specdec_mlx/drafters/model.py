@@ -20,7 +20,7 @@ from specdec_mlx.caches import (
     states_of,
     wait_for,
 )
-from specdec_mlx.contracts import DraftContext, Drafter
+from specdec_mlx.contracts import DraftContext, Drafter, Session
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import (
@@ -31,6 +31,7 @@ from specdec_mlx.drafters.shared_vocabulary import (
 )
 from specdec_mlx.drafters.writing import (
     Parents,
+    Source,
     WritingSession,
     check_way_of_writing,
     way_of_writing,
@@ -114,57 +115,35 @@ class ModelDrafter(Drafter):
             return None
         return shared_between(context.tokenizer, self.tokenizer)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession | Retokenized:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Start a generation; the draft model reads the prompt with its first proposal."""
         shared = self.shared_with(context)
-        if shared is None:
-            return self.session(prompt, context)
-        return Retokenized(self.model, shared, list(prompt), context)
+        if shared is not None:
+            return Retokenized(self.model, shared, list(prompt), context)
+        if context.shared_drafts is not None:
+            begun: Session = context.shared_drafts(self, prompt, context)
+            return begun
+        return WritingSession(self, self.source(prompt, context))
 
-    def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
+    def source(self, prompt: Sequence[int], context: DraftContext) -> Source:
         """The model's side of a generation."""
-        begin = ModelSession if context.shared_drafts is None else context.shared_drafts
-        return begin(self, prompt, context)
+        return ModelSource(self, prompt, context)
+
+    def fill(self, source: ModelReader) -> None:
+        """Fill its caches with what need not be read, before the text is; by default nothing."""
 
 
-class ModelSession(WritingSession):
-    """The draft model's side of one generation."""
+class ModelReader(Source):
+    """A model that reads the text into caches of its own, which are rewound after each verdict."""
 
     def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(drafter, prompt, context)
+        super().__init__(prompt, context)
+        self.drafter = drafter
         self.model = drafter.model
         self.callers_cache = context.draft_cache
         self.rollback = Rollback.of(self.model, self.callers_cache)
         if self.callers_cache is not None:  # in step with the target's
             self.rollback.position = min(context.num_unseen, self.rollback.end)
-
-    def begin_draft(self, limit: int) -> int:
-        """Feed what was missed; all that is asked for, unless passes have to be narrow."""
-        if limit == 0:
-            return 0
-        self.catch_up()
-        room = self.rollback.widest_pass()
-        self.rollback.checkpoint()
-        self.fed_parents: list[int] = []
-        return limit if room is None else min(limit, 1 + room)
-
-    @property
-    def forks(self) -> bool:
-        """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
-        rollback = self.rollback  # a level of a tree is wider than narrow passes may be
-        may_fork = super().forks and takes_trees(rollback) and rollback.widest_pass() is None
-        return may_fork and first_inexact(self.model, 0, on_trees=True) is None
-
-    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
-        """Logits of a pass over further tokens, or over those of the text that were not read."""
-        if tokens is None:
-            return self.feed(to_ids(self.tokens[self.rollback.position :]))[-1:]
-        return self.feed(tokens, None if parents is None else next_level(self.fed_parents, parents))
-
-    def end_draft(self) -> None:
-        """Drop a tree from the caches: its rows are not in the order of the text."""
-        if self.tree is not None:
-            self.rollback.rewind_to(len(self.tokens))
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches."""
@@ -173,7 +152,8 @@ class ModelSession(WritingSession):
 
     def catch_up(self) -> None:
         """Feed the text, in chunks, but for its last tokens, which a draft's first pass feeds."""
-        trims = self.branches > 1 or can_trim_prompt_cache(self.rollback.caches)
+        self.drafter.fill(self)
+        trims = self.drafter.branches > 1 or can_trim_prompt_cache(self.rollback.caches)
         most = MOST_PENDING if trims else 2
         self.read_to(len(self.tokens) - 1, most - 1)
 
@@ -185,6 +165,11 @@ class ModelSession(WritingSession):
             self.feed(to_ids(chunk))
             if left > step:
                 wait_for(self.rollback.caches)
+
+    def in_one_pass(self, limit: int) -> tuple[list[int], int]:
+        """Tokens of the text that were not read, and how long a draft behind them may be."""
+        pending, room = self.tokens[self.rollback.position :], self.rollback.widest_pass()
+        return pending, limit if room is None else min(limit, 1 + room - len(pending))
 
     def feed(self, ids: mx.array, tree: TreeLayout | None = None) -> mx.array:
         """One pass of the draft model over a chain or a tree; logits [S, W], its own."""
@@ -202,6 +187,47 @@ class ModelSession(WritingSession):
                 self.read_to(length)
                 mx.async_eval(states_of(self.callers_cache))
         super().close(length)
+
+    def leave_cache(self, rollback: Rollback | None = None) -> None:
+        """Leave the caller's caches as they are; rollback: what it goes on from."""
+        self.callers_cache = None
+        self.rollback = rollback or self.rollback
+
+
+class ModelSource(ModelReader):
+    """Drafts of a model, step by step: a pass for each token, or for each level of a tree."""
+
+    def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
+        super().__init__(drafter, prompt, context)
+        self.fed_parents: list[int] = []
+
+    def begin_draft(self, limit: int) -> int:
+        """Feed what was missed; all that is asked for, unless passes have to be narrow."""
+        if limit == 0:
+            return 0
+        self.catch_up()
+        room = self.rollback.widest_pass()
+        self.rollback.checkpoint()
+        self.fed_parents = []
+        return limit if room is None else min(limit, 1 + room)
+
+    @property
+    def takes_trees(self) -> bool:
+        """True if the model drafts the same in a tree as in chains."""
+        rollback = self.rollback  # a level of a tree is wider than narrow passes may be
+        may_fork = takes_trees(rollback) and rollback.widest_pass() is None
+        return may_fork and first_inexact(self.model, 0, on_trees=True) is None
+
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
+        """Logits of a pass over further tokens, or over those of the text that were not read."""
+        if tokens is None:
+            return self.feed(to_ids(self.tokens[self.rollback.position :]))[-1:]
+        return self.feed(tokens, None if parents is None else next_level(self.fed_parents, parents))
+
+    def end_draft(self) -> None:
+        """Drop a tree from the caches: its rows are not in the order of the text."""
+        if self.fed_parents:
+            self.rollback.rewind_to(len(self.tokens))
 
 
 def check_caches_fit(model: nn.Module, caches: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ Each text has a row of the caches. The first one that asks in a round has a draf
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,11 +15,18 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback, states_of, wait_for
-from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, GoesOn
+from specdec_mlx.contracts import (
+    MOST_WAITING,
+    Draft,
+    DraftContext,
+    FeatureRows,
+    GoesOn,
+    Session,
+)
 from specdec_mlx.drafters.drawing import ChainDraws, truncate
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.session import RecurrentSession
-from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession
+from specdec_mlx.drafters.heads.session import RecurrentSource
+from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSource
 from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.models.anatomy import vocab_size_of
@@ -28,22 +36,22 @@ from specdec_mlx.models.anatomy import vocab_size_of
 class SharedDrafts:
     """What the texts of a batch share of their drafters; `DraftContext.shared_drafts`."""
 
-    _by_model: dict[int, tuple[Any, ModelPasses | None]] = field(default_factory=dict)
+    _by_model: dict[tuple[int, type], tuple[Any, SharedPasses | None]] = field(default_factory=dict)
 
-    def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Any:
+    def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin a text beside others; alone for trees, and where passes cannot be shared."""
-        model = drafter.model
-        if id(model) not in self._by_model:
-            self._by_model[id(model)] = model, passes_of(drafter)
-        passes = self._by_model[id(model)][1]
+        model, alone = drafter.model, replace(context, shared_drafts=None)
+        key = id(model), type(drafter)
+        if key not in self._by_model:
+            self._by_model[key] = model, passes_of(drafter)
+        passes, session = self._by_model[key][1], drafter.begin(prompt, alone)
         if passes is None or drafter.branches > 1:
-            return drafter.begin(prompt, replace(context, shared_drafts=None))
-        is_head = isinstance(passes, HeadPasses)
-        begin = SharedHeadSession if is_head else SharedModelSession
-        return begin(passes, drafter, prompt, context)
+            begun: Session = session
+            return begun
+        return SharedSession(passes, session)
 
 
-def passes_of(drafter: Any) -> ModelPasses | None:
+def passes_of(drafter: Any) -> SharedPasses | None:
     """Shared passes of its model, or of a head with one layer; None where there cannot be any."""
     model, kind = drafter.model, type(drafter)
     is_head = kind is HeadDrafter and getattr(model, "moves_on", False)
@@ -57,34 +65,30 @@ def passes_of(drafter: Any) -> ModelPasses | None:
 
 
 @dataclass
-class ModelPasses:
-    """A draft model's passes over several texts, each of which is a row of its caches.
+class SharedPasses(ABC):
+    """Passes over several texts, each of which is a row of the caches.
 
     sessions: of the rows, in order. joining: not yet rows.
     """
 
     model: Any
     caches: BatchCaches
-    sessions: list[Any] = field(default_factory=list)
-    joining: list[Any] = field(default_factory=list)
+    sessions: list[SharedSession] = field(default_factory=list)
+    joining: list[SharedSession] = field(default_factory=list)
 
-    def draft(self, limit: int, asked_by: Any) -> None:
+    def draft(self, limit: int, asked_by: SharedSession) -> None:
         """Draw `limit` tokens for every text, asked for or not: a row more costs little."""
         self.update()
         if asked_by not in self.sessions:
             return
         self.catch_up()
-        every, tokens = [session.draws(limit) for session in self.sessions], None
+        every, tokens = [session.alone.draws(limit) for session in self.sessions], None
         for _ in range(limit):
             logits = self.next_logits(tokens)
             tokens = [draws.draw(row) for draws, row in zip(every, logits, strict=True)]
             mx.async_eval(tokens)
         for session, draws in zip(self.sessions, every, strict=True):
             session.set_draft(draws)
-
-    def next_logits(self, tokens: Any) -> Sequence[mx.array]:
-        """Logits [1, V] after a token of each text, or after the texts for None."""
-        return self.run(self.model, self.pending() if tokens is None else tokens)
 
     def run(self, model: Any, texts: Sequence[Any]) -> list[mx.array]:
         """One pass over these tokens of each text; what it makes of each one's last, [1, W]."""
@@ -97,7 +101,7 @@ class ModelPasses:
         for session in waiting:
             if session.has_ended:
                 continue
-            if (alone := session.read_alone()) is None:
+            if (alone := self.read_alone(session)) is None:
                 self.joining.append(session)
             else:
                 self.caches.add(alone.caches, alone.end)
@@ -109,19 +113,55 @@ class ModelPasses:
 
     def go_back(self) -> None:
         """Drop what no session counts to its text."""
-        self.caches.go_back([one.base + one.position for one in self.sessions])
+        self.caches.go_back([self.end_of(session) for session in self.sessions])
+
+    @abstractmethod
+    def next_logits(self, tokens: Any) -> Sequence[mx.array]:
+        """Logits [1, V] after a token of each text, or after the texts for None."""
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Read what was written while no draft was asked for, if it is much."""
+
+    @abstractmethod
+    def read_alone(self, session: SharedSession) -> Rollback | None:
+        """Caches with what a text read before it is a row; None where it cannot be a row yet."""
+
+    @abstractmethod
+    def end_of(self, session: SharedSession) -> int:
+        """Positions of a row that count."""
+
+    @abstractmethod
+    def see(self, session: SharedSession, features: FeatureRows) -> None:
+        """Take the target's rows of a text."""
+
+    @abstractmethod
+    def observe(self, session: SharedSession, tokens: Sequence[int]) -> None:
+        """Take the tokens emitted."""
+
+    @abstractmethod
+    def leave(self, session: SharedSession, length: int) -> None:
+        """Take back what a text of `length` tokens needs of its row, before it is dropped."""
+
+
+class ModelPasses(SharedPasses):
+    """A draft model's passes over several texts."""
+
+    def next_logits(self, tokens: Any) -> Sequence[mx.array]:
+        """Logits [1, V] after a token of each text, or after the texts for None."""
+        return self.run(self.model, self.pending() if tokens is None else tokens)
 
     def pending(self) -> list[list[int]]:
         """Each text's tokens that its row does not hold."""
         most = vocab_size_of(self.model) - 1  # an id that the target alone has
         return [
-            [min(token, most) for token in session.tokens[session.position :]]
+            [min(token, most) for token in session.source.tokens[session.position :]]
             for session in self.sessions
         ]
 
     def catch_up(self) -> None:
         """Feed what was written while the model was not asked, but for its last tokens."""
-        step = min(session.context.prefill_step_size for session in self.sessions)
+        step = min(session.source.context.prefill_step_size for session in self.sessions)
         while max(map(len, pending := self.pending())) > MOST_PENDING:
             self.run(self.model, [ids[: min(step, max(1, len(ids) - 1))] for ids in pending])
             for session, ids in zip(self.sessions, pending, strict=True):
@@ -129,8 +169,42 @@ class ModelPasses:
             self.go_back()
             wait_for(self.caches.caches)
 
+    def read_alone(self, session: SharedSession) -> Rollback:
+        """Caches with what is read before this is a row."""
+        source: ModelSource = session.source
+        source.catch_up()
+        session.position = source.rollback.position
+        session.base = source.rollback.end - session.position
+        return source.rollback
 
-class HeadPasses(ModelPasses):
+    def end_of(self, session: SharedSession) -> int:
+        """Positions of earlier texts and of this one."""
+        return session.base + session.position
+
+    def see(self, session: SharedSession, features: FeatureRows) -> None:
+        """Drop the rows."""
+
+    def observe(self, session: SharedSession, tokens: Sequence[int]) -> None:
+        """Keep what was accepted of a draft that was asked for; the rest goes with the next."""
+        text = session.source.tokens
+        accepted = len(tokens) - 1 if session.was_asked else 0
+        session.position = min(session.position, len(text) + accepted)
+        text += tokens
+
+    def leave(self, session: SharedSession, length: int) -> None:
+        """Give the caller's caches what the row holds of the text; nothing more is read."""
+        source: ModelSource = session.source
+        caches, rollback = source.callers_cache, None
+        if session in self.sessions and caches is not None:
+            session.position = min(session.position, length)
+            self.go_back()
+            fresh = make_prompt_cache(self.model)
+            caches[:] = self.caches.extract(self.sessions.index(session), fresh)
+            rollback = Rollback(caches, session.position)
+        source.leave_cache(rollback)
+
+
+class HeadPasses(SharedPasses):
     """A head's passes over several texts: over pairs of a state and the token after it.
 
     states: of each text [n, D], for its next pass.
@@ -141,14 +215,21 @@ class HeadPasses(ModelPasses):
     def next_logits(self, tokens: Any) -> Sequence[mx.array]:
         """Logits of the states of its own steps; for None every complete pair is read."""
         if tokens is None:
-            self.read([session.num_pending for session in self.sessions])
+            self.read(self.counts())
         else:
             self.states = self.run(self._forward, tokens)
         return list(mx.split(self.model.logits(mx.concatenate(self.states)), len(self.states)))
 
+    def counts(self) -> list[int]:
+        """Pairs of each text that are complete, and not read."""
+        return [session.source.num_pending for session in self.sessions]
+
     def read(self, counts: Sequence[int]) -> None:
         """Read so many of the pairs of each text."""
-        pairs = [s.take_pairs(count) for s, count in zip(self.sessions, counts, strict=True)]
+        pairs = [
+            session.source.take_pairs(count)
+            for session, count in zip(self.sessions, counts, strict=True)
+        ]
         self.states = [states for states, _ in pairs]
         self.states = self.run(self._forward, [tokens for _, tokens in pairs])
 
@@ -160,41 +241,75 @@ class HeadPasses(ModelPasses):
 
     def catch_up(self) -> None:
         """Read all pairs but the last of each text, if they are many."""
-        most = max(session.num_pending for session in self.sessions)
-        if most * len(self.sessions) < MOST_WAITING:
+        if max(self.counts()) * len(self.sessions) < MOST_WAITING:
             return
         self.update()
-        counts = [session.num_pending - 1 for session in self.sessions]
+        counts = [count - 1 for count in self.counts()]
         if min(counts, default=0) > 0:
             self.read(counts)
             mx.async_eval(states_of(self.caches.caches))
 
+    def read_alone(self, session: SharedSession) -> Rollback | None:
+        """Caches with all pairs but the last; None before the first token, and if there are few."""
+        source: RecurrentSource = session.source
+        if len(source.tokens) > source.num_prompt and source.num_pending > 0:
+            source.read_pairs(but=1)
+            if source.first.num_read:
+                return source.first.rollback
+        return None
 
-class SharedSession(WritingSession):
+    def end_of(self, session: SharedSession) -> int:
+        """Pairs in its row."""
+        read: int = session.source.first.num_read
+        return read
+
+    def see(self, session: SharedSession, features: FeatureRows) -> None:
+        """Let the rows wait, and read them if they are many."""
+        session.source.take(features)
+        self._read_if_many(session)
+
+    def observe(self, session: SharedSession, tokens: Sequence[int]) -> None:
+        """Take the tokens emitted, of which the first may make a row of the text."""
+        session.source.tokens += tokens
+        self._read_if_many(session)
+
+    def _read_if_many(self, session: SharedSession) -> None:
+        if session in self.sessions:
+            self.catch_up()
+        else:
+            session.source.read_if_many()
+
+    def leave(self, session: SharedSession, length: int) -> None:
+        """Nothing is kept of a head's row."""
+
+
+class SharedSession(Session):
     """One of several texts: its drafts come from a shared pass, once it is a row of that.
 
-    position: tokens of the text in its row. base: positions of earlier texts there. drawn: its
-    draft of this round, which may not be asked for.
+    alone: its session, which drafts until then. position: tokens of the text in its row. base:
+    positions of earlier texts there. drawn: its draft of this round, which may not be asked for.
     """
 
-    base = 0
+    base = position = 0
     has_ended = was_asked = False
     drawn: ChainDraws | None = None
 
-    def __init__(self, passes: ModelPasses, *of_session: Any) -> None:
-        super().__init__(*of_session)
+    def __init__(self, passes: SharedPasses, alone: WritingSession) -> None:
         self.passes = passes
+        self.alone = alone
+        self.source: Any = alone.source
+        passes.joining.append(self)
 
     def propose(self, limit: int) -> Draft:
         """At most `limit` tokens; the first text that asks has all texts' drafts drawn."""
         if (drawn := self.shared_draft(limit)) is None:
-            return super().propose(limit)
+            return self.alone.propose(limit)
         return drawn.draft(min(limit, len(drawn)))
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """The part that is worth verifying; see `truncate`."""
         if (drawn := self.shared_draft(limit)) is None:
-            return super().propose_while(limit, goes_on)
+            return self.alone.propose_while(limit, goes_on)
         return truncate(drawn, goes_on)
 
     def shared_draft(self, limit: int) -> ChainDraws | None:
@@ -207,92 +322,26 @@ class SharedSession(WritingSession):
         return self.drawn
 
     def set_draft(self, draws: ChainDraws) -> None:
-        """Take the draft of this round."""
+        """Take the draft of this round; a model's row holds all but its last token."""
         self.drawn = draws
+        self.position = len(self.source.tokens) + len(draws) - 1
 
+    @property
+    def reads_target(self) -> bool:
+        """True for a head."""
+        return self.alone.reads_target
 
-class SharedModelSession(SharedSession, ModelSession):
-    """A draft model's side of one of several texts."""
-
-    position = 0
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.passes.joining.append(self)
-
-    def read_alone(self) -> Rollback:
-        """Caches with what is read before this is a row."""
-        self.catch_up()
-        self.position = self.rollback.position
-        self.base = self.rollback.end - self.position
-        return self.rollback
-
-    def set_draft(self, draws: ChainDraws) -> None:
-        """Take a draft, which is in the row but for its last token."""
-        super().set_draft(draws)
-        self.position = len(self.tokens) + len(draws) - 1
+    def see(self, features: FeatureRows) -> None:
+        """Take the rows of further positions."""
+        self.passes.see(self, features)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Keep what was accepted of a draft that was asked for; the rest goes with the next."""
-        accepted = len(tokens) - 1 if self.was_asked else 0
-        self.position = min(self.position, len(self.tokens) + accepted)
-        self.tokens += tokens
+        """Take the tokens emitted."""
+        self.passes.observe(self, tokens)
         self.drawn, self.was_asked = None, False
-
-    def close(self, length: int) -> None:
-        """Leave the rows; the caller's caches get what they hold of the first `length` tokens."""
-        passes, caches = self.passes, self.callers_cache
-        self.has_ended = True
-        if self in passes.sessions and caches is not None:
-            self.position = min(self.position, length)
-            passes.go_back()
-            fresh = make_prompt_cache(self.model)
-            caches[:] = passes.caches.extract(passes.sessions.index(self), fresh)
-            self.rollback = Rollback(caches, self.position)
-        WritingSession.close(self, length)  # not the model's, which reads on to the end
-
-
-class SharedHeadSession(SharedSession, RecurrentSession):
-    """A head's side of one of several texts; until its first token it reads alone."""
-
-    @property
-    def position(self) -> int:
-        """Pairs in its row."""
-        return self.waiting.num_read
-
-    @property
-    def num_pending(self) -> int:
-        """Pairs that are complete, and not read."""
-        return min(self.waiting.num_rows, len(self.tokens) - 1 - self.waiting.start)
-
-    def take_pairs(self, count: int) -> tuple[mx.array, list[int]]:
-        """States [n, D] and tokens of the next pairs, which count as read."""
-        first = self.waiting.start + 1
-        self.waiting.num_read += count
-        return self.waiting.take(count), self.tokens[first : first + count]
-
-    def read_alone(self) -> Rollback | None:
-        """Caches with all pairs but the last; None if there are too few to be a row."""
-        if self.num_pending > 0:
-            self._read_pairs(but=1)
-            if self.waiting.num_read:
-                return self.waiting.rollback
-        return None
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Take the tokens emitted, of which the first make a row of this."""
-        if len(self.tokens) == self.num_prompt:
-            self.passes.joining.append(self)
-        super().observe(tokens)
-        self.drawn = None
-
-    def _read_if_many(self) -> None:
-        if self in self.passes.sessions:
-            self.passes.catch_up()
-        else:
-            super()._read_if_many()
 
     def close(self, length: int) -> None:
         """Leave the rows."""
         self.has_ended = True
-        super().close(length)
+        self.passes.leave(self, length)
+        self.alone.close(length)

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Session
 from specdec_mlx.drafters.first_of import FirstOf, Several
-from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.drafters.shared_drafts import SharedModelSession
+from specdec_mlx.drafters.shared_drafts import SharedSession
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.models.loading import PerModel
 
@@ -85,8 +85,7 @@ class Kept(Wrapper):
             caches = make_prompt_cache(self.drafter.model)
         held = list(prompt[: len(prompt) - len(rest)])
         own = replace(context, draft_cache=caches, num_unseen=0)
-        session = self.drafter.begin(rest, own)
-        assert isinstance(session, ModelSession)
+        session: Any = self.drafter.begin(rest, own)
         return KeptSession(self, session, held, caches)
 
 
@@ -98,21 +97,22 @@ class KeptSession(Session):
     """
 
     kept: Kept
-    session: ModelSession
+    session: Any  # its source is a `ModelReader`
     held: list[int]
     caches: list[Any]
 
     def parts(self, key: str) -> Sequence[tuple[str, Session]]:
         """The session that drafts."""
-        return self.session.parts(key)
+        return [(key, self.session)]
 
     def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
         """The session that drafts is asked."""
-        return self.session.groups(key)
+        return [[(key, self.session)]]
 
     def propose(self, limit: int) -> Draft:
         """Its draft."""
-        return self.session.propose(limit)
+        draft: Draft = self.session.propose(limit)
+        return draft
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell it."""
@@ -121,11 +121,11 @@ class KeptSession(Session):
     def close(self, length: int) -> None:
         """Store the caches as far as the model has read."""
         session, length = self.session, length - len(self.held)
-        if isinstance(session, SharedModelSession):
+        if isinstance(session, SharedSession):
             session.close(length)
-        read = session.rollback
+        read = session.source.rollback
         with suppress(CacheRollbackError):
             read.rewind_to(length)
             if read.position > 0:
-                tokens = [*self.held, *session.tokens[: read.position]]
+                tokens = [*self.held, *session.source.tokens[: read.position]]
                 self.kept.store.insert_cache(self.kept.place, tokens, self.caches)

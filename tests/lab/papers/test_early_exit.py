@@ -24,7 +24,7 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.lighter import first_layers as cut
-from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.drafters.model import ModelReader
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.lab.papers.early_exit import (
     WINDOW,
@@ -61,14 +61,14 @@ def exit_of(model: nn.Module, layers: int = 1, window: int | None = None) -> Exi
 def fed_to_exits() -> Iterator[list[list[int]]]:
     """Tokens of each pass of a draft model, its drafts among them."""
     fed: list[list[int]] = []
-    feed = ModelSession.feed
+    feed = ModelReader.feed
 
-    def counted(self: ModelSession, ids: mx.array, tree: Any = None) -> mx.array:
+    def counted(self: ModelReader, ids: mx.array, tree: Any = None) -> mx.array:
         fed.append(ids.tolist())
         return feed(self, ids, tree)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelSession, "feed", counted)
+        patch.setattr(ModelReader, "feed", counted)
         yield fed
 
 
@@ -195,7 +195,8 @@ def test_what_was_missed_in_a_pause_is_copied_unless_the_target_forgot(size, fed
     with fed_to_exits() as tokens:
         mx.eval(session.propose(2).tokens)
     assert [len(ids) for ids in tokens] == fed
-    assert session.rollback.caches[0].offset == len(PROMPT) + 6 + 1  # one of two drafted was fed
+    read = session.source.rollback
+    assert read.caches[0].offset == len(PROMPT) + 6 + 1  # one of two drafted was fed
 
 
 def test_caches_that_hold_something_else_are_told() -> None:

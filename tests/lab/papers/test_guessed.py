@@ -72,6 +72,7 @@ class OnSource(GuessedSession):
     """The session of a draft model that is a source, in a state; its text so far is one token."""
 
     def __init__(self, state: int, guesses: Sequence[Tokens], script: Any, *, one_by_one: bool):
+        self.source: Any = self
         self.tokens, self.num_prompt, self.num_shown = [0], 1, 1
         self.guesser: Any = Guesses(state, guesses)
         self.rollback = Rollback([])
@@ -84,7 +85,7 @@ class OnSource(GuessedSession):
     def num_guesses(self, most: int, num_pending: int) -> int:
         return most
 
-    def draws(self, at_once: int = 1) -> GuessedDraws:
+    def draws(self) -> GuessedDraws:
         return self.scripted
 
     def feed(self, ids: mx.array, tree: Any = None) -> mx.array:
@@ -147,7 +148,7 @@ ENDS: dict[str, GoesOn] = {
 class KeepsWhatFollowed(OnSource):
     """Wrong: rows that follow a wrong guess are drawn from, too."""
 
-    def draws(self, at_once: int = 1) -> GuessedDraws:
+    def draws(self) -> GuessedDraws:
         given = self.scripted
         given.draw_guessed = (
             lambda rows, guesses: (  # type: ignore

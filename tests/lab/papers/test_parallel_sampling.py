@@ -31,7 +31,7 @@ from specdec_mlx.lab.beams.search import copy_of
 from specdec_mlx.lab.papers.parallel_sampling import (
     LookAhead,
     PaSSDrafter,
-    PaSSSession,
+    PaSSSource,
     looking_ahead,
 )
 from specdec_mlx.lab.proof.law import Tokens, state_after
@@ -81,7 +81,7 @@ class PartlyRight:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> PartlyRight:
         self.tokens, self.start = list(prompt), len(prompt)
         self.session: Any = self.one.begin(prompt, context)
-        assert self.session.is_lent
+        assert self.session.source.is_lent
         return self
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -212,7 +212,8 @@ def test_caches_of_its_own_where_none_are_lent() -> None:
         got = to_list(session.propose(length).tokens)
         expected = guessed(one, text, min(length, 1 + NUM_ROWS) - 1) if length > 1 else []
         assert got == expected
-        assert session.rollback.caches[0].offset == session.rollback.position <= len(text)
+        read = session.source.rollback
+        assert read.caches[0].offset == read.position <= len(text)
         tokens = [*got[:emitted], 50]
         session.observe(tokens)
         text += tokens
@@ -356,7 +357,7 @@ def test_what_train_saves_is_loaded_and_drafts(tmp_path: Path) -> None:
     assert one.key != drafter("qwen2").key
     text = [t.token for t in sd.speculate(model, PROMPT, one, max_tokens=12, num_draft_tokens=3)]
     assert text == plain_text(model, PROMPT, 12).tokens
-    assert isinstance(one.begin(PROMPT, DraftContext()), PaSSSession)
+    assert isinstance(one.source(PROMPT, DraftContext()), PaSSSource)
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:

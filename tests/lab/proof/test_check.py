@@ -229,8 +229,9 @@ class OutOfStep(sd.Drafter):
         session: Any = sd.ModelDrafter(self.model).begin(prompt, context)
 
         def observe(tokens: list[int]) -> None:
-            session.tokens += tokens
-            session.rollback.position = min(session.rollback.position, len(session.tokens) - 1)
+            text, read = session.source.tokens, session.source.rollback
+            text += tokens
+            read.position = min(read.position, len(text) - 1)
 
         session.observe = observe
         return session

@@ -13,11 +13,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 
-from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, Features
+from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, Features, Session
 from specdec_mlx.drafters.fingerprint import fingerprint
-from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
+from specdec_mlx.drafters.heads.session import RecurrentSource
 from specdec_mlx.drafters.lighter import HEADS, some_rows
-from specdec_mlx.drafters.writing import check_way_of_writing, way_of_writing
+from specdec_mlx.drafters.writing import WritingSession, check_way_of_writing, way_of_writing
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import Anatomy, anatomy_of
 
@@ -85,7 +85,7 @@ class Head(nn.Module):  # type: ignore[misc]
     """
 
     kind = ""
-    session: type[HeadSession]
+    source: type[Any]
     grows_trees = True
     levels: Sequence[RecurrentHead] = ()
     ends: Anatomy
@@ -167,7 +167,7 @@ class RecurrentHead(Head):
     layer before it, not the target's.
     """
 
-    session = RecurrentSession
+    source = RecurrentSource
     moves_on = True
     chained = True
 
@@ -261,7 +261,9 @@ class HeadDrafter(Drafter):
                 f"this one has {context.vocab_size}. Load it for this target."
             )
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Start a generation; the head reads the prompt as the target's rows come."""
-        begin = self.head.session if context.shared_drafts is None else context.shared_drafts
-        return begin(self, prompt, context)
+        if context.shared_drafts is not None:
+            begun: Session = context.shared_drafts(self, prompt, context)
+            return begun
+        return WritingSession(self, self.head.source(self.head, prompt, context))

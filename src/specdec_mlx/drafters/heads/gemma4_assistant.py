@@ -10,7 +10,7 @@ attention, always from the position of the text's last token. (transformers, `Ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
-from specdec_mlx.contracts import MOST_WAITING, FeatureRows, Features, KeysValues, ReadsCache
+from specdec_mlx.contracts import (
+    MOST_WAITING,
+    DraftContext,
+    FeatureRows,
+    Features,
+    KeysValues,
+    ReadsCache,
+)
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread
-from specdec_mlx.drafters.heads.session import HeadSession
-from specdec_mlx.drafters.writing import Parents
+from specdec_mlx.drafters.writing import Parents, Source
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 
@@ -40,13 +46,17 @@ def key_widths(args: gemma4_text.ModelArgs) -> dict[str, int]:
     return {kind: wide.get(kind, args.head_dim) for kind in args.layer_types}
 
 
-class AssistantSession(HeadSession):
+class AssistantSource(Source):
     """Keeps the target's last state [1, D], and reads its caches for each draft."""
 
     state: mx.array | None = None
     handed_on: Any = None
     held: Mapping[str, KeysValues]
     keys_values: ReadsCache | None = None
+
+    def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
+        super().__init__(prompt, context, context.num_unseen)
+        self.head = head
 
     def see(self, features: FeatureRows) -> None:
         """Keep the last state, and the function that reads the target's caches."""
@@ -80,7 +90,7 @@ class Gemma4Assistant(Head):
     """An assistant; with `use_ordered_embeddings` only tokens of some groups get logits."""
 
     kind = "Gemma 4 assistant"
-    session = AssistantSession
+    source = AssistantSource
     grows_trees = False
 
     def __init__(self, config: Config, ends: Anatomy) -> None:

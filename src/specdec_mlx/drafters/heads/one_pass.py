@@ -18,30 +18,30 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from specdec_mlx.caches import states_of
-from specdec_mlx.contracts import FeatureRows
+from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread, within
 from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
-from specdec_mlx.drafters.heads.session import HeadSession
-from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
+from specdec_mlx.drafters.heads.session import HeadSource, Unread
+from specdec_mlx.drafters.writing import Parents, places_after
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 
 
-class BlockSession(HeadSession):
-    """A session whose head makes the states and the logits of a whole draft in one pass.
+class BlockSource(HeadSource):
+    """A source whose head makes the states and the logits of a whole draft in one pass.
 
-    Its head drafts up to `most_drafted` tokens, from what it has read.
+    Its head drafts up to `most_drafted` tokens, from what it has read. Where it `corrects` their
+    logits by the token before, they are drawn one after the other.
     """
 
     states: mx.array
-    logits: mx.array
-    places: list[int]
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.cache = self.head.make_cache()
+    def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
+        super().__init__(head, prompt, context, Unread())
+        self.cache = head.make_cache()
+        self.at_once = not head.corrects
 
     def begin_draft(self, limit: int) -> int:
         """Read all states and run the head; 0 before it was shown any."""
@@ -53,25 +53,20 @@ class BlockSession(HeadSession):
             self.logits = self.head.logits(self.states)
         return length
 
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
+        """Logits of the places after these tokens, maybe corrected."""
+        before = to_ids(self.tokens[-1:]) if tokens is None else tokens
+        rows = mx.array(places_after(self.places, tokens, parents))
+        logits = self.logits[rows]
+        if self.at_once:
+            return logits
+        return self.head.corrected(logits, self.states[rows], before)
+
     def read(self) -> list[Any]:
         """Add all states that wait to the head's caches."""
         if self.waiting.num_rows:
             self.head.read(self.waiting.take(self.waiting.num_rows), self.cache)
         return states_of(self.cache)
-
-
-class OnePassSession(AtOnceSession, BlockSession):
-    """The tokens of a draft follow from its states alone, and are drawn together."""
-
-
-class CorrectedSession(BlockSession):
-    """Logits that the head corrects token by token (`corrected`)."""
-
-    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
-        """Logits of the places after these tokens, corrected."""
-        before = to_ids(self.tokens[-1:]) if tokens is None else tokens
-        rows = mx.array(places_after(self.places, tokens, parents))
-        return self.head.corrected(self.logits[rows], self.states[rows], before)
 
 
 def block_options(config: Config) -> Config:
@@ -102,7 +97,8 @@ class DFlash(LayersHead):
     """
 
     kind = "DFlash"
-    session: type[HeadSession] = OnePassSession
+    source = BlockSource
+    corrects = False
 
     def __init__(self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None) -> None:
         said = block_options(config)
@@ -209,7 +205,7 @@ class DFlash2(DFlash):
     """
 
     kind = "DFlash 2"
-    session = CorrectedSession
+    corrects = True
 
     def __init__(self, config: Config, *args: Any) -> None:
         super().__init__(config, *args)
@@ -253,7 +249,7 @@ class DSpark(DFlash):
     """
 
     kind = "DSpark"
-    session = CorrectedSession
+    corrects = True
 
     def __init__(self, config: Config, *args: Any) -> None:
         super().__init__(config, *args)
@@ -290,7 +286,8 @@ class Medusa(Head):
     """Heads of some blocks each; own_heads: rows of their own matrices, 0 for the target's head."""
 
     kind = "Medusa"
-    session = OnePassSession
+    source = BlockSource
+    corrects = False
 
     def __init__(
         self, num_heads: int, num_layers: int, ends: Anatomy, *, own_heads: int = 0

@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters.model import ModelDrafter, ModelSession
-from specdec_mlx.drafters.writing import AtOnceSession
+from specdec_mlx.drafters.model import ModelDrafter, ModelReader
 from specdec_mlx.token_ids import to_ids
 
 
@@ -32,41 +29,25 @@ class PardDrafter(ModelDrafter):
         """Kind and mask token."""
         return f"PARD; mask token {self.mask_token}"
 
-    def session(self, prompt: Sequence[int], context: DraftContext) -> PardSession:
+    def source(self, prompt: Sequence[int], context: DraftContext) -> PardSource:
         """The model's side of a generation."""
-        return PardSession(self, prompt, context)
+        return PardSource(self, prompt, context)
 
 
-class PardSession(AtOnceSession, ModelSession):
-    """A generation of the draft model; its caches never hold more than the text."""
+class PardSource(ModelReader):
+    """Feeds a mask for each token of a draft but the first; its caches hold the text alone."""
 
-    def __init__(self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(drafter, prompt, context)
-        self.mask_token = drafter.mask_token
-
-    @property
-    def forks(self) -> bool:
-        """True if its drafts are trees; these take no pass of their own."""
-        return self.branches > 1
+    at_once = True
+    drafter: PardDrafter
 
     def begin_draft(self, limit: int) -> int:
-        """Feed the text, and a mask for each token of the draft but the first."""
+        """Feed the text and the masks, and drop the masks."""
         if limit == 0:
             return 0
         self.catch_up()
-        self.places = [0]
-        room = self.rollback.widest_pass()
-        pending = self.tokens[self.rollback.position :]
-        length = limit if room is None else min(limit, 1 + room - len(pending))
-        self.make_guesses(pending, length)
-        return length
-
-    def make_guesses(self, pending: Sequence[int], length: int) -> None:
-        """Make the logits of a draft; the caches keep the text, and drop the masks."""
+        pending, length = self.in_one_pass(limit)
         self.rollback.checkpoint()
-        self.logits = self.guesses(pending, length - 1)[-length:]
+        masks = [self.drafter.mask_token] * (length - 1)
+        self.logits, self.places = self.feed(to_ids([*pending, *masks]))[-length:], [0]
         self.rollback.rewind_to(len(self.tokens))
-
-    def guesses(self, pending: Sequence[int], number: int) -> mx.array:
-        """Logits [n + number, V] of the pending tokens, and of masks behind them."""
-        return self.feed(to_ids([*pending, *[self.mask_token] * number]))
+        return length

@@ -1,6 +1,6 @@
 """A trained head's side of a generation: it follows the text, keeps the target's rows, and drafts.
 
-`RecurrentSession` drafts token by token, each time from a state that the head made of a pair: the
+`RecurrentSource` drafts token by token, each time from a state that the head made of a pair: the
 target's state at a position and the token after it (Li et al. 2024, arXiv 2401.15077, section 3).
 After each verdict the drafted positions are dropped from the head's caches, and read again with the
 target's states. Most heads have one layer, whose state takes the place of the target's at the next
@@ -14,6 +14,7 @@ lags k positions, until x_{t+1+k} is known; a draft reads those with drafted tok
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import mlx.core as mx
 
 from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
-from specdec_mlx.drafters.writing import Parents, WritingSession
+from specdec_mlx.drafters.writing import Parents, Source
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.trees.passes import next_level, pass_over, patch_ropes, takes_trees, view_of
 
@@ -47,46 +48,52 @@ class Unread:
         return taken
 
 
-class HeadSession(WritingSession):
+class HeadSource(Source):
     """A head's side of a generation; an earlier turn in the target's caches is unknown to it.
 
     waiting: the target's states that it was shown.
     """
 
-    def __init__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(drafter, list(prompt)[context.num_unseen :], context)
-        self.head = drafter.head
-        self.waiting = Unread()
+    def __init__(
+        self, head: Any, prompt: Sequence[int], context: DraftContext, waiting: Unread
+    ) -> None:
+        super().__init__(prompt, context, context.num_unseen)
+        self.head = head
+        self.waiting = waiting
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; a long prompt is read chunk by chunk."""
+        self.take(features)
+        self.read_if_many()
+
+    def take(self, features: FeatureRows) -> None:
+        """Let rows wait."""
         self.waiting.add(self.head.rows(features))
-        self._read_if_many()
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens emitted."""
         super().observe(tokens)
-        self._read_if_many()
+        self.read_if_many()
 
-    def _read_if_many(self) -> None:
+    def read_if_many(self) -> None:
+        """Read what waits, if that is much."""
         if self.waiting.num_rows >= MOST_WAITING:
             mx.async_eval(self.read())
 
+    @abstractmethod
     def read(self) -> list[Any]:
-        """Read what can be before a draft; the arrays to compute for it, by default none."""
-        return []
-
-    def close(self, length: int) -> None:
-        """End the generation; the text has `length` tokens."""
-        super().close(length - self.context.num_unseen)
+        """Read what can be before a draft; the arrays to compute for it."""
 
 
-class Level(Unread):
-    """One layer in a generation; its caches hold num_read positions and the latest draft."""
+class Level:
+    """One layer in a generation; its caches hold num_read positions and the latest draft.
+
+    unread: the states that it reads.
+    """
 
     def __init__(self, layer: Any) -> None:
-        super().__init__()
         self.layer = layer
+        self.unread = Unread()
         self.rollback = Rollback(layer.make_cache())
         self.num_read = 0
 
@@ -97,33 +104,32 @@ class Level(Unread):
         return made
 
 
-class RecurrentSession(HeadSession):
+class RecurrentSource(HeadSource):
     """Reads pairs as they become known, and drafts from the state [1, D] of the last one.
 
     drafted: tokens of the draft. made: states that its next step starts from.
     """
 
-    waiting: Level
     drafted: list[mx.array]
     made: list[mx.array]
     fed_parents: list[int]
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.levels = [Level(layer) for layer in self.head.levels]
-        self.waiting = self.levels[0]
+    def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
+        self.levels = [Level(layer) for layer in head.levels]
+        self.first = self.levels[0]
+        super().__init__(head, prompt, context, self.first.unread)
         self.state: mx.array | None = None
 
     @property
-    def forks(self) -> bool:
-        """True if trees were asked for and its caches take them."""
-        return super().forks and takes_trees(self.waiting.rollback)
+    def takes_trees(self) -> bool:
+        """True if its caches take them."""
+        return takes_trees(self.first.rollback)
 
-    def see(self, features: FeatureRows) -> None:
-        """Take the rows of further positions, for every layer that reads the target."""
+    def take(self, features: FeatureRows) -> None:
+        """Let rows wait, for every layer that reads the target."""
         for level in () if self.head.chained else self.levels[1:]:
-            level.add(self.head.rows(features))
-        super().see(features)
+            level.unread.add(self.head.rows(features))
+        super().take(features)
 
     def begin_draft(self, limit: int) -> int:
         """Read all pairs; `limit`, or the number of layers, 0 before there was a pair."""
@@ -131,8 +137,8 @@ class RecurrentSession(HeadSession):
             return 0
         # all but the last for keys and values alone
         if self.waiting.num_rows >= MANY_WAITING:
-            self._read_pairs(but=1)
-        self._read_pairs()
+            self.read_pairs(but=1)
+        self.read_pairs()
         if self.state is None:
             return 0
         for level in self.levels:
@@ -143,14 +149,14 @@ class RecurrentSession(HeadSession):
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
         """Logits of the state of the last pair, then of steps over drafted tokens."""
-        made, level = self.state, self.waiting
+        made, level = self.state, self.first
         if tokens is not None and parents is not None:
             made = self._grow(tokens, parents)
         elif tokens is not None:
             self.drafted.append(tokens)
             level = self.levels[min(len(self.drafted), len(self.levels) - 1)]
             # a layer of its own reads the states for which it lacked a token until now, too
-            rows = mx.concatenate([*([] if self.head.moves_on else level.parts), *self.made])
+            rows = mx.concatenate([*([] if self.head.moves_on else level.unread.parts), *self.made])
             made = level.step(rows, mx.concatenate(self.drafted[-rows.shape[0] :]))[-1:]
             self.made = [made] if self.head.chained else []
         return level.layer.logits(made)
@@ -158,7 +164,7 @@ class RecurrentSession(HeadSession):
     def _grow(self, tokens: mx.array, parents: Sequence[int]) -> Any:
         """States [n, D] of further nodes of a tree, from the states of their parents."""
         patch_ropes(self.head)
-        rows, rollback = next_level(self.fed_parents, parents), self.waiting.rollback
+        rows, rollback = next_level(self.fed_parents, parents), self.first.rollback
         states = self.made[0][mx.array(list(parents)) + 1]
         with pass_over(rows):
             views = [view_of(cache, rows) for cache in rollback.caches]
@@ -167,25 +173,37 @@ class RecurrentSession(HeadSession):
         self.made = [mx.concatenate([*self.made, made])]
         return made
 
+    @property
+    def num_pending(self) -> int:
+        """Pairs that are complete, and not read."""
+        return min(self.waiting.num_rows, len(self.tokens) - 1 - self.waiting.start)
+
+    def take_pairs(self, count: int) -> tuple[mx.array, list[int]]:
+        """States [n, D] and tokens of the next pairs, which count as read."""
+        first = self.waiting.start + 1
+        self.first.num_read += count
+        return self.waiting.take(count), self.tokens[first : first + count]
+
     def read(self) -> list[Any]:
         """Read the complete pairs but the last: the last layer computes only keys and values."""
-        self._read_pairs(but=1)
+        self.read_pairs(but=1)
         states = [array for level in self.levels for array in states_of(level.rollback.caches)]
-        return [*states, *(level.parts for level in self.levels[1:])]
+        return [*states, *(level.unread.parts for level in self.levels[1:])]
 
-    def _read_pairs(self, but: int = 0) -> None:
+    def read_pairs(self, but: int = 0) -> None:
         """Drop drafts and read the complete pairs, in the first layer all but so many."""
         for depth, level in enumerate(self.levels):
             level.rollback.rewind_to(level.num_read)
-            known = len(self.tokens) - 1 - depth - level.start
-            number = min(level.num_rows, known) - (but if depth == 0 else 0)
+            unread = level.unread
+            known = len(self.tokens) - 1 - depth - unread.start
+            number = min(unread.num_rows, known) - (but if depth == 0 else 0)
             while number > 0:
                 count = min(number, self.context.prefill_step_size)
-                first = level.start + 1 + depth
-                made = level.step(level.take(count), to_ids(self.tokens[first : first + count]))
+                first = unread.start + 1 + depth
+                made = level.step(unread.take(count), to_ids(self.tokens[first : first + count]))
                 level.num_read += count
                 number -= count
                 if depth == 0:
                     self.state = None if but else made[-1:]
                 if self.head.chained and level is not self.levels[-1]:
-                    self.levels[depth + 1].add(made)
+                    self.levels[depth + 1].unread.add(made)

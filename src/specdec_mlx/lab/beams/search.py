@@ -30,11 +30,11 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto, DraftLength, Fixed, make_draft_length
-from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.drafters.model import ModelReader
+from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.lab.papers.tree_drafts import texts_of
-from specdec_mlx.lab.papers.vertical_cascade import GuessedSession
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.models.anatomy import top_tokens
 from specdec_mlx.models.loading import PerModel
@@ -133,15 +133,16 @@ def copy_of(session: Session | None) -> Session | None:
 
     Caches that cannot be trimmed are not copied: the copy reads the text again.
     """
-    if not isinstance(session, ModelSession) or isinstance(session, GuessedSession):
+    if not isinstance(session, WritingSession) or not isinstance(session.source, ModelReader):
         return None
-    other, caches = copy.copy(session), session.rollback.caches
-    other.tokens = list(session.tokens)
+    other, source = copy.copy(session), copy.copy(session.source)
+    other.source, read = source, source.rollback
     other.chances = copy.deepcopy(session.chances)
-    if can_trim_prompt_cache(caches):
-        other.rollback = Rollback(copy.deepcopy(caches), session.rollback.position)
+    source.tokens = list(source.tokens)
+    if can_trim_prompt_cache(read.caches):
+        source.rollback = Rollback(copy.deepcopy(read.caches), read.position)
     else:
-        other.rollback = Rollback.of(session.model)
+        source.rollback = Rollback.of(source.model)
     return other
 
 

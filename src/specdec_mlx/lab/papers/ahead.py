@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter
+from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter, Session
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE
-from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.drafters.model import ModelReader
 from specdec_mlx.strangers import as_given, begin_session
 
 
@@ -15,8 +16,9 @@ def begin_ahead(
     asked_by: Drafter, drafter: Drafter, prompt: Sequence[int], context: DraftContext
 ) -> Any:
     """A session that can be asked what follows a draft; ValueError for one that cannot."""
-    session = as_given(begin_session(drafter, list(prompt), context))
-    if not (isinstance(session, ModelSession) or hasattr(session, "propose_after")):
+    alone = replace(context, shared_drafts=None)
+    session = as_given(begin_session(drafter, list(prompt), alone))
+    if not (isinstance(reader_of(session), ModelReader) or hasattr(session, "propose_after")):
         raise ValueError(
             f"{type(asked_by).__name__}: {drafter.class_name} cannot be asked what follows a "
             "draft; expected a drafter whose sessions have propose_after, such as 'suffix'."
@@ -26,22 +28,27 @@ def begin_ahead(
 
 def propose_after(session: Any, tokens: Sequence[int], limit: int) -> Draft:
     """What follows the text and `tokens` together, point masses; nothing is noted."""
-    if isinstance(session, ModelSession):
-        return _of_model(session, tokens, limit)
+    if isinstance(reader := reader_of(session), ModelReader):
+        return _of_model(session, reader, tokens, limit)
     draft: Draft = session.propose_after(tokens, limit)
     return draft
 
 
-def _of_model(session: ModelSession, tokens: Sequence[int], limit: int) -> Draft:
+def reader_of(session: Any) -> Any:
+    """The source of a session that draws its drafts, None for another one."""
+    return getattr(session, "source", None)
+
+
+def _of_model(session: Session, reader: ModelReader, tokens: Sequence[int], limit: int) -> Draft:
     """A chain of a draft model: few tokens, for one pass to check."""
-    end = len(session.tokens)
+    end = len(reader.tokens)
     if limit <= 0 or not end:
         return NO_DRAFT
     # a way back from what is read now, which may not be handed out
-    session.rollback.checkpoint()
-    session.catch_up()
-    with session.rollback.undone(end - 1):
-        session.tokens += tokens
+    reader.rollback.checkpoint()
+    reader.catch_up()
+    with reader.rollback.undone(end - 1):
+        reader.tokens += tokens
         draft = session.propose(min(limit, DRAWN_AT_ONCE))
-        del session.tokens[end:]
+        del reader.tokens[end:]
     return draft

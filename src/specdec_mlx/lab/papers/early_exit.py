@@ -7,10 +7,10 @@ Kangaroo, arXiv 2404.18911). Their caches are filled from the target's where pos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,12 +19,14 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.qwen2 import MLP
 
 from specdec_mlx.caches import leaves
-from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.lighter import first_layers
-from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.drafters.model import ModelDrafter, ModelReader
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import anatomy_of, held
+
+if TYPE_CHECKING:
+    from specdec_mlx.target import Verifier
 
 EXIT_LAYER = "exit_layer"  # keys of a trained exit's config: layers before it,
 WINDOW = "conv_kernel"  # and positions that its convolution reads
@@ -45,46 +47,35 @@ class ExitDrafter(ModelDrafter):
         """Name and number of layers."""
         return f"{self.name}: early exit after {len(self.model.layers)} layers, trained"
 
-    def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
-        """A session that copies from the target's caches where it can."""
-        if self.copies and context.target_caches is not None:
-            return ExitSession(self, prompt, context)
-        return super().session(prompt, context)
-
-
-class ExitSession(ModelSession):
-    """Copies what the target has read, so that a long prompt costs next to nothing."""
-
-    @property
-    def attended(self) -> int:
-        """Positions before its own that the exit's convolution reads, so that they are fed."""
-        return getattr(self.model, "window", 1) - 1
-
-    def catch_up(self) -> None:
-        """Copy what was missed from the target's caches, and feed what cannot be copied."""
-        target = self.context.target_caches
-        missed = 0 if target is None else target.position - self.rollback.position
-        if target is not None and missed >= 2 + self.attended:
-            self._copy(target, missed)
-        super().catch_up()
-
-    def _copy(self, target: Any, missed: int) -> None:
-        """Copy the missed positions but the attended, if the caches hold the text before them."""
-        num_layers = len(self.model.layers)
-        own = self.rollback.caches[:num_layers]
-        read = [target.keys_values(i) for i in range(num_layers)]
-        start, length = own[0].offset, read[0].offset
-        is_new = start == 0 and self.callers_cache is None
-        if not is_new and start != length - missed:
+    def fill(self, source: ModelReader) -> None:
+        """Copy what the target has read, so that a long prompt costs next to nothing."""
+        target = source.context.target_caches
+        if not self.copies or target is None:
             return
-        if any(one.keys.shape[2] != one.offset for one in read):
-            return
-        copied = slice(start, length - self.attended)
-        for cache, (keys, values, _) in zip(own, read, strict=True):
-            cache.update_and_fetch(keys[:, :, copied], values[:, :, copied])
-        for cache in self.rollback.caches[num_layers:]:
-            cache.trim(cache.offset)
-        self.rollback.advance(missed - self.attended)
+        # positions before its own that the exit's convolution reads, so that they are fed
+        attended = getattr(self.model, "window", 1) - 1
+        missed = target.position - source.rollback.position
+        if missed >= 2 + attended:
+            copy_missed(target, source, missed, attended)
+
+
+def copy_missed(target: Verifier, source: ModelReader, missed: int, attended: int) -> None:
+    """Copy the missed positions but the attended, if the caches hold the text before them."""
+    num_layers = len(source.model.layers)
+    own = source.rollback.caches[:num_layers]
+    read = [target.keys_values(i) for i in range(num_layers)]
+    start, length = own[0].offset, read[0].offset
+    is_new = start == 0 and source.callers_cache is None
+    if not is_new and start != length - missed:
+        return
+    if any(one.keys.shape[2] != one.offset for one in read):
+        return
+    copied = slice(start, length - attended)
+    for cache, (keys, values, _) in zip(own, read, strict=True):
+        cache.update_and_fetch(keys[:, :, copied], values[:, :, copied])
+    for cache in source.rollback.caches[num_layers:]:
+        cache.trim(cache.offset)
+    source.rollback.advance(missed - attended)
 
 
 def early_exit(

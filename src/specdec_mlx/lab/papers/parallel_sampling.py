@@ -8,8 +8,8 @@ drafts and one that verifies, write two tokens at least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -22,11 +22,11 @@ from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.pard import PardDrafter, PardSession
-from specdec_mlx.drafters.model import check_caches_fit
-from specdec_mlx.drafters.writing import WritingSession, way_of_writing
+from specdec_mlx.drafters.model import ModelDrafter, ModelReader, check_caches_fit
+from specdec_mlx.drafters.writing import way_of_writing
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import anatomy_of, change_class, held
+from specdec_mlx.token_ids import to_ids
 
 LOOK_AHEAD = "look_ahead"  # key of a config: number of embeddings
 
@@ -68,7 +68,7 @@ def _looking_ahead(kind: type) -> type:
 
 
 @dataclass(frozen=True, eq=False)
-class PaSSDrafter(PardDrafter):
+class PaSSDrafter(ModelDrafter):
     """Draft with the target itself and look-ahead embeddings; `model` is the target.
 
     Not where a pass over L + 2 positions costs much more than one, nor for several texts at once:
@@ -76,6 +76,7 @@ class PaSSDrafter(PardDrafter):
     caches of its own.
     """
 
+    tokenizers: str = "same"
     head: Any = None
     name: str = ""
 
@@ -100,13 +101,15 @@ class PaSSDrafter(PardDrafter):
         """False: beside other drafters it drafts on the target's caches, or on its own."""
         return False
 
-    def session(self, prompt: Sequence[int], context: DraftContext) -> PaSSSession:
+    def source(self, prompt: Sequence[int], context: DraftContext) -> PaSSSource:
         """The drafting side of a generation."""
-        return PaSSSession(self, prompt, context)
+        return PaSSSource(self, prompt, context)
 
 
-class PaSSSession(PardSession):
+class PaSSSource(ModelReader):
     """Drafts on the target's caches, and leaves them as they were; on its own if none are lent."""
+
+    at_once = True
 
     def __init__(self, drafter: PaSSDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(drafter, prompt, context)
@@ -122,30 +125,32 @@ class PaSSSession(PardSession):
 
     def begin_draft(self, limit: int) -> int:
         """One pass, for at most L + 1 tokens; none for one alone: plain decoding has it sooner."""
-        return super().begin_draft(min(limit, 1 + len(self.rows)) if limit > 1 else 0)
+        if limit < 2:
+            return 0
+        if not self.is_lent:
+            self.catch_up()
+        pending, length = self.in_one_pass(min(limit, 1 + len(self.rows)))
+        rows = self.rows[: length - 1]
+        with self.undone(), looking_ahead(self.model, rows):
+            logits = self.feed(to_ids([*pending, *[0] * len(rows)]))
+        self.logits, self.places = logits[-length:], [0]
+        return length
 
-    def make_guesses(self, pending: Sequence[int], length: int) -> None:
-        """Make the logits of a draft; lent caches are as they were afterwards."""
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Drop the embeddings from the caches; from the target's, the text that was fed too."""
         if self.is_lent:
             with self.rollback.undone():
-                self.logits = self.guesses(pending, length - 1)[-length:]
+                yield
         else:
-            super().make_guesses(pending, length)
-
-    def guesses(self, pending: Sequence[int], number: int) -> mx.array:
-        """Logits [n + number, V] of the pending tokens, and of embeddings behind them."""
-        with looking_ahead(self.model, self.rows[:number]):
-            return super().guesses(pending, number)
-
-    def catch_up(self) -> None:
-        """Read what was missed, on caches of its own."""
-        if not self.is_lent:
-            super().catch_up()
+            self.rollback.checkpoint()
+            yield
+            self.rollback.rewind_to(len(self.tokens))
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Add the tokens emitted; the loop has rolled its own caches back."""
         if self.is_lent:
-            WritingSession.observe(self, tokens)
+            self.tokens += tokens
         else:
             super().observe(tokens)
 

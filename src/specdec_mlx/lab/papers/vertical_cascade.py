@@ -20,12 +20,13 @@ from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     GoesOn,
+    Session,
     Step,
 )
 from specdec_mlx.drafters.choosing.registry import make_drafter
-from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE, ChainDraws, worth_it
+from specdec_mlx.drafters.drawing import ChainDraws, sampling_of_drafts, worth_it
 from specdec_mlx.drafters.fingerprint import fingerprint
-from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.drafters.model import ModelDrafter, ModelSource
 from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
 from specdec_mlx.drafters.writing import way_of_writing
 from specdec_mlx.exactness.probe import first_inexact
@@ -69,9 +70,9 @@ class GuessedDrafter(ModelDrafter):
         if self.tokenizer is not None and context.tokenizer is not None:
             check_same_tokenizer(context.tokenizer, self.tokenizer)
 
-    def session(self, prompt: Sequence[int], context: DraftContext) -> GuessedSession:
-        """The model's side of a generation."""
-        return GuessedSession(self, prompt, context)
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> GuessedSession:
+        """Start a generation; the draft model reads the prompt with its first proposal."""
+        return GuessedSession(self, ModelSource(self, prompt, context))
 
 
 def guesser_for(drafter: GuessedDrafter) -> Any:
@@ -120,31 +121,32 @@ class GuessedDraws(ChainDraws):
 class DraftNoise:
     """The noise of a draft model's own draws, to a model that guesses these, by their positions."""
 
-    session: ModelSession
+    source: ModelSource
 
     def gumbels(self, places: Sequence[tuple[str, int]], vocab_size: int) -> mx.array:
         """[n, V] of consecutive positions; of drafts, where these have other noise."""
-        start = len(self.session.tokens) - self.session.num_prompt
+        start = len(self.source.tokens) - self.source.num_prompt
         first = places[0][1] - start
-        return self.session.context.draft_gumbels(start, len(places), first)
+        return self.source.context.draft_gumbels(start, len(places), first)
 
 
-class GuessedSession(ModelSession):
+class GuessedSession(Session):
     """The side of a draft model whose next tokens another session guesses.
 
     Tokens are drawn from the model's own rows with its own noise, so that guesses only decide in
     which pass. guesser: has seen the first `num_shown` tokens of the text.
     """
 
-    def __init__(
-        self, drafter: GuessedDrafter, prompt: Sequence[int], context: DraftContext
-    ) -> None:
-        super().__init__(drafter, prompt, context)
-        noise: Any = DraftNoise(self)
+    def __init__(self, drafter: GuessedDrafter, source: ModelSource) -> None:
+        context = source.context
+        self.source = source
+        how: Any = {"greedy": drafter.greedy, "draft_temp": drafter.draft_temp}
+        self.sampling = sampling_of_drafts(context.sampling, **how)
+        noise: Any = DraftNoise(source)
         own = {"sampling": self.sampling, "noise": noise, "coupled": True}
-        alone = replace(context, draft_cache=None, shared_drafts=None, **own)
-        self.guesser = begin_ahead(drafter, drafter.drafter, prompt, alone)
-        self.num_shown = len(self.tokens)
+        alone = replace(context, draft_cache=None, **own)
+        self.guesser = begin_ahead(drafter, drafter.drafter, source.tokens, alone)
+        self.num_shown = len(source.tokens)
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, in as few passes as the guesses allow."""
@@ -152,44 +154,46 @@ class GuessedSession(ModelSession):
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """Up to `limit` tokens, as long as they are worth it, by confidences alone."""
-        length, draws = self.begin_draft(limit), self.draws(at_once=1)
+        length, draws = self.source.begin_draft(limit), self.draws()
         return worth_it(draws, self.confidences(length, draws), goes_on)
 
-    def draws(self, at_once: int = DRAWN_AT_ONCE) -> GuessedDraws:
+    def draws(self) -> GuessedDraws:
         """An empty draft after the text."""
-        how = self.context, self.sampling, self.tokens, self.num_prompt
-        return GuessedDraws(*how, at_once)
+        source = self.source
+        text = source.tokens, source.num_prompt
+        return GuessedDraws(source.context, self.sampling, *text, at_once=1)
 
     def confidences(self, length: int, draws: GuessedDraws) -> Iterator[float]:
         """Draw when asked, in one pass all that was guessed; the largest probability at each."""
-        drafted: list[int] = []
+        source, drafted = self.source, list[int]()
         while len(drafted) < length:
-            after, position = [*self.tokens, *drafted], self.rollback.position
+            after, position = [*source.tokens, *drafted], source.rollback.position
             ahead, pending = after[self.num_shown :], after[position:]
             most = self.num_guesses(length - len(drafted) - 1, len(pending))
             guessed = propose_after(self.guesser, ahead, most) if most else NO_DRAFT
             guesses = to_list(guessed.tokens)[:most]
-            rows = self.feed(to_ids([*pending, *guesses]))[len(pending) - 1 :]
+            rows = source.feed(to_ids([*pending, *guesses]))[len(pending) - 1 :]
             new = draws.draw_guessed(rows, guesses)
             drafted += new
-            self.rollback.rewind_to(len(self.tokens) + len(drafted) - 1)
+            source.rollback.rewind_to(len(source.tokens) + len(drafted) - 1)
             logs: Any = draws.log_confidences()[-len(new) :].tolist()
             yield from map(math.exp, logs)
 
     def num_guesses(self, most: int, num_pending: int) -> int:
         """Most guesses that a pass may check besides the pending tokens."""
-        room, end = self.rollback.widest_pass(), self.rollback.end
-        if room is None and (until := first_inexact(self.model, end)) is not None:
+        rollback = self.source.rollback
+        room, end = rollback.widest_pass(), rollback.end
+        if room is None and (until := first_inexact(self.source.model, end)) is not None:
             room = until - end
         return most if room is None else max(0, min(most, room - num_pending))
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Show the guesser what was emitted, too."""
+        """Show both what was emitted."""
         self.guesser.observe(tokens)
-        super().observe(tokens)
-        self.num_shown = len(self.tokens)
+        self.source.observe(tokens)
+        self.num_shown = len(self.source.tokens)
 
     def close(self, length: int) -> None:
         """End both."""
         self.guesser.close(length)
-        super().close(length)
+        self.source.close(length)

@@ -132,14 +132,15 @@ class OnlineDrafter(Drafter):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         """Start a generation."""
         session: Any = self.drafter.begin(prompt, context)
-        session.on_close = partial(self._take, ref(session))
-        self.trainer.under_way.add(session)
+        source = session.source
+        source.on_close = partial(self._take, ref(source))
+        self.trainer.under_way.add(source)
         return session
 
-    def _take(self, session: ref[Any], tokens: Sequence[int]) -> None:
-        """Take the text of a session that ends, and learn if no other is under way."""
+    def _take(self, source: ref[Any], tokens: Sequence[int]) -> None:
+        """Take the text of a source that ends, and learn if no other is under way."""
         trainer = self.trainer
-        ended: Any = session()  # which calls this, and so is there
+        ended: Any = source()  # which calls this, and so is there
         trainer.under_way.discard(ended)
         trainer.add(tokens, ended.num_prompt)
         if trainer.has_new_text and not trainer.under_way:
