@@ -29,7 +29,7 @@ TICS = {
     r"\ball (?:else|but)\b|\bbut for\b": "write 'everything else' or 'except'",
     r"\bas of (?=`|\[|mlx)": "write 'as in' or 'like'",
     r"\b(?:it|them) alone\b|\w+s alone\b(?! in)": "write 'only'",
-    r"\bas (?:many|much|few)\b(?! as\b)": "say as many as what",
+    r"\bas (?:many|much|few)\b(?![^.,;:]* as\b)": "say as many as what",
     r"\bof (?:its|their|your|our) own\b(?! \w)": "write 'its own X' or 'your X'",
     r"\b(?:is|are|was|were) asked for\b|\basked for or not\b": "name the option or the call",
     r"\bheld to\b|\bholds? \w+ to\b": "write 'checked against'",
