@@ -112,7 +112,7 @@ CODE = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.M | re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 GENERATED_BLOCK = re.compile(r"<!-- (gains|known|map)\b.*?<!-- end of (?:the )?\1 -->", re.S)
 LINK = re.compile(r"!?\[([^]\[]*)\](?:\([^()]*(?:\([^()]*\)[^()]*)*\)|\[[^]]*\])")
-END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bal)(?<!\bvs)[.!?](?=[)\"']*\s+[\"'(]*[A-Z`])")
+END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bal)(?<!\bvs)[.!?](?=[)\"']*\s+(?:[\"'(]*[A-Z`]|\"|mlx))")
 
 
 def sentences_of_page(text: str) -> Iterator[str]:
