@@ -50,22 +50,17 @@ TICS = {
 
 NOT_YET = frozenset(
     {
-        "CONTRIBUTING.md",
         "README.md",
         "docs/agents.md",
         "docs/api.md",
         "docs/architectures.md",
         "docs/batches.md",
-        "docs/benchmarks.md",
-        "docs/check.md",
         "docs/comparison.md",
-        "docs/contributing.md",
         "docs/cookbook.md",
         "docs/drafters.md",
         "docs/expect.md",
         "docs/faq.md",
         "docs/heads.md",
-        "docs/lossless.md",
         "docs/measurements.md",
         "docs/memory.md",
         "docs/mlx-lm.md",
@@ -76,8 +71,6 @@ NOT_YET = frozenset(
         "docs/training.md",
         "docs/tuning.md",
         "docs/vision.md",
-        "docs/write-a-drafter.md",
-        "docs/write-a-rule.md",
         "src/specdec_mlx/batch_generation.py",
         "src/specdec_mlx/contracts.py",
         "src/specdec_mlx/drafters/first_of.py",
@@ -112,7 +105,9 @@ CODE = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.M | re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 GENERATED_BLOCK = re.compile(r"<!-- (gains|known|map)\b.*?<!-- end of (?:the )?\1 -->", re.S)
 LINK = re.compile(r"!?\[([^]\[]*)\](?:\([^()]*(?:\([^()]*\)[^()]*)*\)|\[[^]]*\])")
-END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bal)(?<!\bvs)[.!?](?=[)\"']*\s+(?:[\"'(]*[A-Z`]|\"|mlx))")
+END = re.compile(
+    r"(?<!\be\.g)(?<!\bi\.e)(?<!\bal)(?<!\bvs)[.!?](?=[)\"']*\s+(?:[\"'(]*[A-Z`]|\"|mlx))"
+)
 
 
 def sentences_of_page(text: str) -> Iterator[str]:
