@@ -53,7 +53,6 @@ NOT_YET = frozenset(
         "README.md",
         "docs/agents.md",
         "docs/api.md",
-        "docs/architectures.md",
         "docs/batches.md",
         "docs/comparison.md",
         "docs/cookbook.md",
@@ -68,9 +67,7 @@ NOT_YET = frozenset(
         "docs/server.md",
         "docs/several-macs.md",
         "docs/teach-it-a-cache.md",
-        "docs/training.md",
         "docs/tuning.md",
-        "docs/vision.md",
         "src/specdec_mlx/batch_generation.py",
         "src/specdec_mlx/contracts.py",
         "src/specdec_mlx/drafters/first_of.py",
@@ -114,7 +111,11 @@ def sentences_of_page(text: str) -> Iterator[str]:
     """The sentences of a page's paragraphs and items. Code, tables and headings have none."""
     for pattern in (CODE, GENERATED_BLOCK, COMMENT):
         text = pattern.sub("\n\n", text)
-    lines = (line for line in text.splitlines() if not line.startswith(("#", "|", "[!", "<")))
+    lines = (
+        line
+        for line in text.splitlines()
+        if not line.startswith(("#", "|", ":::", "    options", "[!", "<"))
+    )
     paragraphs = re.split(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )", "\n".join(lines))
     for paragraph in paragraphs:
         yield from sentences(re.sub(r"^ *(?:[-*]|\d+\.) ", "", paragraph))
