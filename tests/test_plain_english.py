@@ -25,7 +25,7 @@ TICS = {
     r"\bthose (?:of|that|which|where|in|before|after|above|below|with)\b": "use the noun",
     r"\b(?:as|than|and|is|are|not|like) (?:that|those) of\b": "use the noun",
     r"\bwhat (?:came|comes|stands|drafts)\b": "use a noun",
-    r"\bwhat (?:is|was|were) (?!expected|needed)(?:\w+ed|read|kept|drawn|written|left)\b": "use a noun",
+    r"\bwhat (?:is|was|were) (?!expected|needed)(?:\w+ed|read|kept|drawn|written)\b": "use a noun",
     r"\ball (?:else|but)\b|\bbut for\b": "write 'everything else' or 'except'",
     r"\bas of (?=`|\[|mlx)": "write 'as in' or 'like'",
     r"\b(?:it|them) alone\b|\w+s alone\b(?! in)": "write 'only'",
