@@ -141,7 +141,7 @@ def faults(sentence: str) -> Iterator[str]:
     words = len(re.findall(r"[\w`][^\s]*", sentence))
     if words > MOST_WORDS:
         yield f"{words} words; at most {MOST_WORDS}"
-    clauses = re.sub(r"\([^)]*\)|\{.*\}|^\S+: ", "", sentence)
+    clauses = re.sub(r"\([^)]*\)|\{.*\}|^(?:argument )?\S+: |; got\b", "", sentence)
     if len(re.findall(r"[:;]\s", clauses)) > 1:
         yield "three clauses hung on colons or semicolons"
     if re.match(r"(?:What|Who|Where)\b.*[.:;]$", sentence):
