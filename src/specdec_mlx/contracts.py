@@ -290,7 +290,7 @@ class Session(ABC):
         """Take the tokens really emitted since the last call; rewind or learn by itself."""
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Continue the text with 0 to `limit` tokens, as long as `goes_on` says so.
+        """Continue the text with 0 to `limit` tokens, until `goes_on` stops it.
 
         Call `goes_on` at each position with the evidence so far, before the token is drawn. A token
         that is dropped because of its value would bias the text. By default it is not called.
