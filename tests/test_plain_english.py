@@ -51,17 +51,10 @@ TICS = {
 NOT_YET = frozenset(
     {
         "README.md",
-        "docs/agents.md",
-        "docs/batches.md",
-        "docs/comparison.md",
         "docs/cookbook.md",
-        "docs/drafters.md",
         "docs/expect.md",
         "docs/faq.md",
-        "docs/heads.md",
-        "docs/memory.md",
         "docs/recipes.md",
-        "docs/server.md",
         "docs/tuning.md",
     }
 )
@@ -77,6 +70,7 @@ class Finding(NamedTuple):
 CODE = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.M | re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 GENERATED_BLOCK = re.compile(r"<!-- (gains|known|map)\b.*?<!-- end of (?:the )?\1 -->", re.S)
+DEFINITION = re.compile(r"\[[^]]+\]: \S+$")
 LINK = re.compile(r"!?\[([^]\[]*)\](?:\([^()]*(?:\([^()]*\)[^()]*)*\)|\[[^]]*\])")
 END = re.compile(
     r"(?<!\be\.g)(?<!\bi\.e)(?<!\bal)(?<!\bvs)[.!?](?=[)\"']*\s+(?:[\"'(]*[A-Z`]|\"|mlx))"
@@ -91,6 +85,7 @@ def sentences_of_page(text: str) -> Iterator[str]:
         line
         for line in text.splitlines()
         if not line.startswith(("#", "|", ":::", "    options", "[!", "<"))
+        and not DEFINITION.match(line)
     )
     paragraphs = re.split(r"\n\s*\n|\n(?= *(?:[-*]|\d+\.) )", "\n".join(lines))
     for paragraph in paragraphs:
