@@ -78,6 +78,7 @@ class Finding(NamedTuple):
 CODE = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.M | re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 GENERATED_BLOCK = re.compile(r"<!-- (gains|known|map)\b.*?<!-- end of (?:the )?\1 -->", re.S)
+ADDRESS = re.compile(r"^\[[^]]+\]: http.*$", re.M)
 LINK = re.compile(r"!?\[([^]\[]*)\](?:\([^()]*(?:\([^()]*\)[^()]*)*\)|\[[^]]*\])")
 END = re.compile(
     r"(?<!\be\.g)(?<!\bi\.e)(?<!\bal)(?<!\bvs)[.!?](?=[)\"']*\s+(?:[\"'(]*[A-Z`]|\"|mlx))"
@@ -86,7 +87,7 @@ END = re.compile(
 
 def sentences_of_page(text: str) -> Iterator[str]:
     """The sentences of a page's paragraphs and items. Code, tables and headings have none."""
-    for pattern in (CODE, GENERATED_BLOCK, COMMENT):
+    for pattern in (CODE, GENERATED_BLOCK, COMMENT, ADDRESS):
         text = pattern.sub("\n\n", text)
     lines = (
         line
