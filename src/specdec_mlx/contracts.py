@@ -244,7 +244,7 @@ class DraftContext:
     draft_cache: list[Any] | None = None
     prefill_step_size: int = 2048
     target_caches: Verifier | None = None
-    shared_drafts: Callable[..., Any] | None = None
+    shared_drafts: Callable[..., Session] | None = None
     num_unseen: int = 0
 
     def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:

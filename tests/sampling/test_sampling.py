@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm.sample_utils
@@ -266,4 +268,5 @@ def test_drafts_are_drawn_as_the_target_but_for_their_temperature() -> None:
         (Sampling(), False, 0.3, Sampling()),
         (None, False, None, Sampling()),
     ):
-        assert sampling_of_drafts(target_is, greedy=greedy, draft_temp=temp) == expected
+        drafter: Any = SimpleNamespace(greedy=greedy, draft_temp=temp)
+        assert sampling_of_drafts(drafter, target_is) == expected

@@ -218,10 +218,9 @@ def check_draft_temp(draft_temp: float | None) -> None:
         raise wrong("draft_temp", draft_temp, f"{TEMPS}, or None")
 
 
-def sampling_of_drafts(
-    target: Sampling | None, *, greedy: bool, draft_temp: float | None
-) -> Sampling:
+def sampling_of_drafts(drafter: Any, target: Sampling | None) -> Sampling:
     """How to draw for a target, None for an opaque sampler: its filters, at `draft_temp`."""
-    if greedy or target is None or target.greedy:
+    draft_temp = drafter.draft_temp
+    if drafter.greedy or target is None or target.greedy:
         return Sampling()
     return target if draft_temp is None else replace(target, temp=draft_temp)

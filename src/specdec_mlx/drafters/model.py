@@ -30,8 +30,8 @@ from specdec_mlx.drafters.shared_vocabulary import (
     shared_between,
 )
 from specdec_mlx.drafters.writing import (
+    DraftSource,
     Parents,
-    Source,
     WritingSession,
     check_way_of_writing,
     way_of_writing,
@@ -120,11 +120,10 @@ class ModelDrafter(Drafter):
         if shared is not None:
             return Retokenized(self.model, shared, list(prompt), context)
         if context.shared_drafts is not None:
-            begun: Session = context.shared_drafts(self, prompt, context)
-            return begun
+            return context.shared_drafts(self, prompt, context)
         return WritingSession(self, self.source(prompt, context))
 
-    def source(self, prompt: Sequence[int], context: DraftContext) -> Source:
+    def source(self, prompt: Sequence[int], context: DraftContext) -> DraftSource:
         """The model's side of a generation."""
         return ModelSource(self, prompt, context)
 
@@ -132,7 +131,7 @@ class ModelDrafter(Drafter):
         """Fill its caches with what need not be read, before the text is; by default nothing."""
 
 
-class ModelReader(Source):
+class ModelReader(DraftSource):
     """A model that reads the text into caches of its own, which are rewound after each verdict."""
 
     def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:

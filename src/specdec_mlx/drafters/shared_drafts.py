@@ -40,15 +40,15 @@ class SharedDrafts:
 
     def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin a text beside others; alone for trees, and where passes cannot be shared."""
-        model, alone = drafter.model, replace(context, shared_drafts=None)
+        model = drafter.model
         key = id(model), type(drafter)
         if key not in self._by_model:
             self._by_model[key] = model, passes_of(drafter)
-        passes, session = self._by_model[key][1], drafter.begin(prompt, alone)
+        passes = self._by_model[key][1]
+        alone: WritingSession = drafter.begin(prompt, replace(context, shared_drafts=None))
         if passes is None or drafter.branches > 1:
-            begun: Session = session
-            return begun
-        return SharedSession(passes, session)
+            return alone
+        return SharedSession(passes, alone)
 
 
 def passes_of(drafter: Any) -> SharedPasses | None:
@@ -131,17 +131,16 @@ class SharedPasses(ABC):
     def end_of(self, session: SharedSession) -> int:
         """Positions of a row that count."""
 
-    @abstractmethod
     def see(self, session: SharedSession, features: FeatureRows) -> None:
-        """Take the target's rows of a text."""
+        """Take the target's rows of a text; by default its source does."""
+        session.source.see(features)
 
     @abstractmethod
     def observe(self, session: SharedSession, tokens: Sequence[int]) -> None:
         """Take the tokens emitted."""
 
-    @abstractmethod
-    def leave(self, session: SharedSession, length: int) -> None:
-        """Take back what a text of `length` tokens needs of its row, before it is dropped."""
+    def leave(self, session: SharedSession, length: int) -> None:  # noqa: B027  # optional
+        """Take back what a text of `length` tokens needs of its row; by default nothing."""
 
 
 class ModelPasses(SharedPasses):
@@ -180,9 +179,6 @@ class ModelPasses(SharedPasses):
     def end_of(self, session: SharedSession) -> int:
         """Positions of earlier texts and of this one."""
         return session.base + session.position
-
-    def see(self, session: SharedSession, features: FeatureRows) -> None:
-        """Drop the rows."""
 
     def observe(self, session: SharedSession, tokens: Sequence[int]) -> None:
         """Keep what was accepted of a draft that was asked for; the rest goes with the next."""
@@ -278,9 +274,6 @@ class HeadPasses(SharedPasses):
             self.catch_up()
         else:
             session.source.read_if_many()
-
-    def leave(self, session: SharedSession, length: int) -> None:
-        """Nothing is kept of a head's row."""
 
 
 class SharedSession(Session):

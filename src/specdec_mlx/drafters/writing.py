@@ -43,7 +43,7 @@ def way_of_writing(drafter: Any) -> str:
     return f"greedy={drafter.greedy}, draft_temp={drafter.draft_temp}{branches}"
 
 
-class Source(ABC):
+class DraftSource(ABC):
     """Where the logits of a text's drafts come from: it follows the text, and steps beyond it.
 
     tokens: the text, at first the prompt without its first `num_unseen` tokens. on_close: called
@@ -101,10 +101,9 @@ class WritingSession(Session):
     drafter: its options are used.
     """
 
-    def __init__(self, drafter: Any, source: Source) -> None:
+    def __init__(self, drafter: Any, source: DraftSource) -> None:
         self.source = source
-        how = {"greedy": drafter.greedy, "draft_temp": drafter.draft_temp}
-        self.sampling = sampling_of_drafts(source.context.sampling, **how)
+        self.sampling = sampling_of_drafts(drafter, source.context.sampling)
         self.branches: int = drafter.branches
         self.chances = Chances.of("model")
         # the draft that is being verified, if it forked
@@ -155,7 +154,7 @@ class WritingSession(Session):
     @property
     def reads_target(self) -> bool:
         """True if its source does."""
-        return type(self.source).see is not Source.see
+        return type(self.source).see is not DraftSource.see
 
     def see(self, features: FeatureRows) -> None:
         """Hand the rows of further positions to the source."""
@@ -177,7 +176,7 @@ def places_after(known: list[int], tokens: mx.array | None, parents: Parents) ->
     """Places [n] in a draft of what follows the text, or n further nodes.
 
     known: [0], for the text's end, to which those of the nodes are added. See
-    `Source.next_logits`.
+    `DraftSource.next_logits`.
     """
     if tokens is None:
         return [0]

@@ -264,6 +264,5 @@ class HeadDrafter(Drafter):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Start a generation; the head reads the prompt as the target's rows come."""
         if context.shared_drafts is not None:
-            begun: Session = context.shared_drafts(self, prompt, context)
-            return begun
+            return context.shared_drafts(self, prompt, context)
         return WritingSession(self, self.head.source(self.head, prompt, context))

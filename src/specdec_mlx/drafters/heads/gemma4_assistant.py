@@ -27,7 +27,7 @@ from specdec_mlx.contracts import (
     ReadsCache,
 )
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread
-from specdec_mlx.drafters.writing import Parents, Source
+from specdec_mlx.drafters.writing import DraftSource, Parents
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 
@@ -46,7 +46,7 @@ def key_widths(args: gemma4_text.ModelArgs) -> dict[str, int]:
     return {kind: wide.get(kind, args.head_dim) for kind in args.layer_types}
 
 
-class AssistantSource(Source):
+class AssistantSource(DraftSource):
     """Keeps the target's last state [1, D], and reads its caches for each draft."""
 
     state: mx.array | None = None

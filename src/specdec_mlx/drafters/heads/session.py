@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
-from specdec_mlx.drafters.writing import Parents, Source
+from specdec_mlx.drafters.writing import DraftSource, Parents
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.trees.passes import next_level, pass_over, patch_ropes, takes_trees, view_of
 
@@ -48,7 +48,7 @@ class Unread:
         return taken
 
 
-class HeadSource(Source):
+class HeadSource(DraftSource):
     """A head's side of a generation; an earlier turn in the target's caches is unknown to it.
 
     waiting: the target's states that it was shown.

@@ -140,8 +140,7 @@ class GuessedSession(Session):
     def __init__(self, drafter: GuessedDrafter, source: ModelSource) -> None:
         context = source.context
         self.source = source
-        how: Any = {"greedy": drafter.greedy, "draft_temp": drafter.draft_temp}
-        self.sampling = sampling_of_drafts(context.sampling, **how)
+        self.sampling = sampling_of_drafts(drafter, context.sampling)
         noise: Any = DraftNoise(source)
         own = {"sampling": self.sampling, "noise": noise, "coupled": True}
         alone = replace(context, draft_cache=None, **own)
