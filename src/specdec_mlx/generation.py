@@ -34,13 +34,23 @@ from specdec_mlx.views.html import Piece, text_html
 class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
     """mlx-lm's response, and where its token came from.
 
-    stats: the running account. origin: "draft", "correction", "bonus" or "plain". drafter: its
-    name.
+    Attributes:
+        stats: the running account.
+        origin: "draft", "correction", "bonus" or "plain".
+        drafter: the drafter's name.
+        index: in a batch, the place of the prompt among the prompts.
+        sample: in a batch, the place of the text among its prompt's samples.
+        num_rounds: in a batch, the passes over all rows so far.
+        prompt_cache: in a batch, the text's caches with its last token, if they are asked for.
     """
 
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     origin: Origin = "plain"
     drafter: str = ""
+    index: int = 0
+    sample: int = 0
+    num_rounds: int = 0
+    prompt_cache: list[Any] | None = None
 
     def _repr_html_(self) -> str:
         return text_html([self.piece], self.stats, self.drafter)
@@ -241,14 +251,12 @@ def stream_generate(
         chosen = with_forced(chosen, processors_of(how.logits_processors))
     prompt_tokens = encode(how.tokenizer, prompt)
     tokens = speculate(model, prompt_tokens, chosen, options=replace(how, stop=()))
-    num_prompt = len(prompt_tokens)
-    if not num_prompt and how.input_embeddings is not None:
-        num_prompt = len(how.input_embeddings)
+    read = prompt_tokens if how.input_embeddings is None else how.input_embeddings
     name = drafter if isinstance(drafter, str) else ""
     if not name and chosen is not None:
         name = chosen.class_name
     strings = StopStrings(how.stop) if how.stop else None
-    text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, strings)
+    text = TextUnderWay(how.tokenizer.detokenizer, len(read), name, strings)
     models = [model, *models_of(chosen)]
     return respond(tokens, text, models, how.max_tokens, how.tokenizer.eos_token_ids, how.stream)
 
