@@ -52,17 +52,10 @@ TICS = {
 NOT_YET = frozenset(
     {
         "README.md",
-        "docs/agents.md",
-        "docs/batches.md",
-        "docs/comparison.md",
         "docs/cookbook.md",
-        "docs/drafters.md",
         "docs/expect.md",
         "docs/faq.md",
-        "docs/heads.md",
-        "docs/memory.md",
         "docs/recipes.md",
-        "docs/server.md",
         "docs/tuning.md",
     }
 )
