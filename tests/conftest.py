@@ -33,8 +33,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Exact tests are in float32, which MLX would shorten in products on an M5 or on NVIDIA's GPUs.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
-# On the CPU each small function that mlx-lm compiles costs a run of g++, for each type and shape: the
-# tests ask for it where it matters, by the fixture `compiled`.
+# On the CPU each small function that mlx-lm compiles costs a run of g++, for each type and kind of
+# shape. Tests for which it matters ask for it by the fixture `compiled`.
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 
 # What commands learn and keep is not to reach the user's own cache, nor to come from there.

@@ -33,7 +33,6 @@ from specdec_mlx.rules import (
     namespace_of,
 )
 
-
 pytestmark = pytest.mark.usefixtures("compiled")  # the check traces what it is given
 
 
