@@ -32,16 +32,17 @@ from specdec_mlx.views.html import Piece, text_html
 
 @dataclass
 class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
-    """mlx-lm's response, and where its token came from.
+    """mlx-lm's response, and the origin of its token.
 
     Attributes:
-        stats: the running account.
+        stats: the running metrics.
         origin: "draft", "correction", "bonus" or "plain".
-        drafter: the drafter's name.
-        index: in a batch, the place of the prompt among the prompts.
-        sample: in a batch, the place of the text among its prompt's samples.
-        num_rounds: in a batch, the passes over all rows so far.
-        prompt_cache: in a batch, the text's caches with its last token, if they are asked for.
+        drafter: name of the drafter.
+        index: in a batch, index of the prompt.
+        sample: in a batch, index of the text among the samples of its prompt.
+        num_rounds: in a batch, passes over all rows so far.
+        prompt_cache: in a batch, the text's caches, with its last token, if
+            `return_prompt_caches` is true.
     """
 
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -62,9 +63,12 @@ class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
 
 
 class Text(str):
-    """A generated text: a str with its account, shown in a notebook; slices and sums are plain str.
+    """A generated text: a str with metrics. Slices and sums are plain str.
 
-    pieces: text, id and origin of each token. stats: the account. drafter: its name.
+    Attributes:
+        pieces: text, id and origin of each token.
+        stats: the metrics.
+        drafter: name of the drafter.
     """
 
     pieces: tuple[Piece, ...]
@@ -220,23 +224,23 @@ def stream_generate(
     Args:
         model: a loaded mlx-lm model.
         tokenizer: its tokenizer, as `mlx_lm.load` gives it.
-        prompt: text; token ids; or chat messages, which go through the chat template.
+        prompt: text, token ids, or chat messages, which go through the chat template.
         max_tokens: tokens to generate, -1 for no limit.
         draft_model: a loaded small model, as in mlx-lm, which competes with the drafter for each
             draft; "auto" for a model or a head on this machine that fits.
-        drafter: a drafter; the name of one with options ("ngram:max_order=3"); the folder or
-            Hugging Face repository of a model or a trained head, which is loaded for this call; or
-            a list of these, which compete. None for plain decoding.
+        drafter: a drafter, or its name with options ("ngram:max_order=3"). The folder or Hugging
+            Face repository of a model or a trained head is loaded for this call. The drafters of a
+            list compete. None for plain decoding.
         options: the fields of `Options`, by name.
 
     Yields:
-        mlx-lm's response for each token, with `stats`, `origin` and `drafter` besides.
+        mlx-lm's response for each token, with `stats`, `origin` and `drafter` added.
 
     Raises:
         UnknownNameError: no drafter, rule or policy has this name.
         TokenizerMismatchError: the draft model's tokenizer, or the target's, does not give back
             text.
-        ModelFolderError, HeadError: there is no such model, or the head does not fit the target.
+        ModelFolderError, HeadError: the model does not exist, or the head does not fit the target.
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
     """
@@ -273,7 +277,7 @@ def generate(
     Args:
         model: a loaded mlx-lm model.
         tokenizer: its tokenizer, as `mlx_lm.load` gives it.
-        prompt: text; token ids; or chat messages, which go through the chat template.
+        prompt: text, token ids, or chat messages, which go through the chat template.
         verbose: print the text as it comes, then speeds, peak memory and the account.
         options: `drafter` and `draft_model` as in `stream_generate`, and the fields of `Options`.
 
