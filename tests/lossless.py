@@ -445,13 +445,13 @@ def _counts(rows: Sequence[Row]) -> str:
         return sum(getattr(row, field).startswith(start) for row in rows)
 
     return (
-        f"Of {len(rows)} architectures ours is right on {count('ours', 'right')}, "
-        f"{count('ours', 'right,')} of them one token at a time; "
-        f"{count('ours', 'cannot')} cannot run on a CPU.\n"
-        f"mlx-lm's own is right on {count('stock', 'right')}, wrong in silence on "
+        f"Of {len(rows)} architectures ours is right on {count('ours', 'right')}, and on "
+        f"{count('ours', 'right,')} of them it writes one token at a time.\n"
+        f"The other {count('ours', 'cannot')} cannot run on a CPU.\n"
+        f"mlx-lm's own is right on {count('stock', 'right')}, silently wrong on "
         f"{count('stock', '**wrong')} and refuses {count('stock', 'refuses')}.\n"
-        f"{count('reads', 'yes')} can be read whole, {count('reads', 'not')} in part; logits are "
-        f"bit-equal while read on {count('tapped', 'bit-equal')}.\n"
+        f"{count('reads', 'yes')} can be read completely and {count('reads', 'not')} in part. "
+        f"Logits are bit-equal while read on {count('tapped', 'bit-equal')}.\n"
         f"Trees are exact on {count('trees', 'exact')}."
     )
 

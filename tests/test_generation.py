@@ -70,8 +70,8 @@ def assert_same(got: Sequence[Any], expected: Sequence[GenerationResponse]) -> N
 
 WAYS: list[Callable[[], dict[str, Any]]] = [
     *(dict, lambda: {"drafter": "ngram:max_order=3,num_draft=2"}),
-    *(lambda: {"drafter": oracle()}, lambda: {"draft_model": oracle()}),
-    *(lambda: {"draft_model": tiny_text.model(seed=5)}, lambda: {"draft_model": "prompt-lookup"}),
+    *(lambda: {"drafter": oracle()}, lambda: {"drafter": [oracle(), "prompt-lookup"]}),
+    *(lambda: {"draft_model": tiny_text.model(seed=5)}, lambda: {"drafter": "prompt-lookup"}),
 ]
 
 

@@ -54,7 +54,7 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 22_550,
+    "core": 22_250,
     "library": 123_500,
     "lab": 72_950,
     "server": 44_150,

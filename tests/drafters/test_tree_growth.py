@@ -144,15 +144,17 @@ def test_look_ups_in_one_tree_keep_the_contract_of_a_drafter():
 
 
 def test_a_draft_that_was_drawn_is_not_merged():
-    """Among look-ups: its distribution is of a chain; the first one's goes alone, a later one's is
-    left out.
-    """
-    drawn = Draft([1], mx.zeros((1, 1)))
-    for order, expected in [((drawn, Draft([2])), drawn), ((Draft([2]), drawn), Draft([2]))]:
+    """Among look-ups too: equal tokens stand side by side, each with what it was drawn from."""
+    drawn, point = Draft([1], mx.log(mx.array([[0.25, 0.5, 0.25]]))), Draft([1])
+    for order in [(drawn, point), (point, drawn)]:
         session: Any = TreeOf(*(sd.NGramDrafter() for _ in order)).begin([1], DraftContext())
         for part, draft in zip(session.sessions, order, strict=True):
             part.propose = lambda limit, draft=draft: draft
-        assert proposing(session, "")(4).tokens == expected.tokens
+        tree = proposing(session, "")(4)
+        assert (list(tree.tokens), tree.parents) == ([1, 1], [ROOT, ROOT])
+        assert tree.logprobs is not None
+        expected = [draft.logprobs[0, 1] if draft.logprobs is not None else 0.0 for draft in order]
+        assert tree.logprobs[:, 1].tolist() == pytest.approx([float(x) for x in expected])
 
 
 LOOK_UPS: Callable[[], tuple[Any, ...]] = lambda: (sd.SuffixDrafter(), sd.NGramDrafter())  # noqa: E731
