@@ -93,7 +93,7 @@ def width(change: Callable[[mx.array], Any]) -> dict[str, Any]:
 
 AN_INT = "expected an int"
 IDS = "expected token ids, a flat list of ints"
-CACHES = "expected a list of caches.*make_prompt_cache"
+CACHES = "expected a list of [0-9]+ caches.*make_prompt_cache"
 
 ARGUMENTS: list[Case] = [
     ({"drafter": sd.NGramDrafter}, r"drafter=NGramDrafter: .*Drafter\(\)"),

@@ -63,15 +63,15 @@ def batch_stream_generate(
     completion_batch_size: int = 32,
     **options: Unpack[BatchArguments],
 ) -> Generator[BatchStreamResponse, None, None]:
-    """Stream the texts of several prompts, written together; each is what it would be alone.
+    """Stream the texts of several prompts, written together. Each text is as if written alone.
 
     Args:
         model: a loaded mlx-lm model.
         tokenizer: its tokenizer, as `mlx_lm.load` gives it.
-        prompts: each is text, token ids or chat messages. An iterator is asked for the next one
-            when there is a place for it.
+        prompts: each is text, token ids or chat messages. The next prompt of an
+            iterator is read when a slot is free.
         max_tokens: most tokens of each text, -1 for no limit; one number, or one for each prompt.
-        drafter: as in `stream_generate`; every text has a session of its own.
+        drafter: as in `stream_generate`. Every text has its own session.
         draft_model: as in `stream_generate`.
         num_samples: texts of each prompt, which is read once for all of them.
         seed: one for each text, or a number to which the text's place is added, prompt by prompt.
@@ -84,7 +84,7 @@ def batch_stream_generate(
             one by one.
 
     Yields:
-        A response for each token, with the `index` of its prompt; those of a round row by row.
+        A response for each token, with the `index` of its prompt, row by row within a round.
 
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.

@@ -100,16 +100,17 @@ GoesOn = Callable[[Sequence[Evidence]], Step]
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed continuation of the text, K tokens; an empty one makes the round plain decoding.
+    """Proposed continuation of the text, K tokens. An empty draft means plain decoding.
 
-    tokens: [K] token ids, a sequence of ints, or an `mx.array` where not computed yet. logprobs:
-    [K, V] float32 log-probabilities of the distribution that each token was *drawn from*, captured
-    while drafting and normalised; None for a point mass, when the drafter would always propose
-    these very tokens. Among siblings, of a token given those before it: the same row for
-    independent draws, a row without the earlier tokens, renormalised, without replacement.
-    evidence: [K] what speaks for each token; an int is `Evidence.match`. parents: None for a chain;
-    for a tree [K] index of each token's parent, `ROOT` for those that continue the text, parents
-    before children.
+    Attributes:
+        tokens: [K] token ids, a sequence of ints, or an `mx.array` that may be lazy.
+        logprobs: [K, V] float32 log-probabilities of the distribution that each token was *drawn
+            from*, normalised and captured while drafting. None for a deterministic draft. Siblings
+            that are independent draws have equal rows. Siblings drawn without replacement have
+            rows without the earlier siblings, renormalised.
+        evidence: [K] how good each token is. An int is `Evidence.match`.
+        parents: None for a chain. For a tree, [K] index of each token's parent, with `ROOT` for a
+            token that continues the text. Parents come before children.
     """
 
     tokens: Sequence[int] | mx.array = ()
@@ -149,19 +150,18 @@ class Draft:
         )
 
     def first_chain(self) -> Draft:
-        """The chain of first children, for what verifies chains alone; a chain is its own.
+        """The chain of first children, for verifying chains only. A chain returns itself.
 
-        Which tokens are in it does not depend on what they are, so drawn ones stay distributed as
-        declared.
+        The choice does not depend on the tokens, so drawn tokens stay distributed as declared.
         """
         if self.parents is None:
             return self
         return self._some(first_path(self.parents))
 
     def until(self, ends: Set[int]) -> Draft:
-        """Without what continues a token of `ends`; its tokens have to be known.
+        """The draft without tokens after a token of `ends`. Its tokens have to be computed.
 
-        A drawn token may decide about those after it, which then were as good as never drawn.
+        A drawn token may decide about later tokens, because they then count as never drawn.
         """
         places = {ROOT: ROOT}  # node -> its place among those that stay
         for node, parent in enumerate(self.tree):
@@ -272,9 +272,8 @@ class DraftContext:
 class Session(ABC):
     """All that a drafter changes in the course of one generation.
 
-    `propose` and `observe` are all that a session needs; a class that has them and inherits nothing
-    will do, see `strangers`. Tokens that are observed after a proposal begin with the part of it
-    that was accepted.
+    A session needs only `propose` and `observe`. A class with these methods works without
+    inheriting (see `strangers`). The tokens observed after a proposal begin with its accepted part.
 
     Attributes:
         cheap: proposing is microseconds of host work, and a draft may be thrown away.
@@ -284,17 +283,17 @@ class Session(ABC):
 
     @abstractmethod
     def propose(self, limit: int) -> Draft:
-        """Continue what was observed so far with 0 to `limit` tokens; `limit` >= 0."""
+        """Continue the text with 0 to `limit` tokens; `limit` >= 0."""
 
     @abstractmethod
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens really emitted since the last call; rewind or learn by itself."""
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Continue what was observed with 0 to `limit` tokens, as long as that is worth it.
+        """Continue the text with 0 to `limit` tokens, until `goes_on` stops it.
 
-        `goes_on` is asked at each position with the evidence so far, never with the token drawn
-        there: a token dropped for what it is would bias the text. By default it is not asked.
+        Call `goes_on` at each position with the evidence so far, before the token is drawn. A token
+        that is dropped because of its value would bias the text. By default it is not called.
         """
         return self.propose(limit)
 
@@ -311,8 +310,8 @@ class Session(ABC):
     def see(self, features: FeatureRows) -> None:  # noqa: B027  # optional
         """Take the rows of further positions of the text, lazy, before they are observed.
 
-        Evaluate, or drop, those of one chunk of the prompt before the next. By default they are
-        dropped.
+        Evaluate or drop the rows of one chunk of the prompt before the next chunk. By default they
+        are dropped.
         """
 
     @property
@@ -329,7 +328,7 @@ class Session(ABC):
         """
 
     def close(self, length: int) -> None:  # noqa: B027  # optional
-        """The end: the first `length` tokens of prompt + observed are all that the caller has."""
+        """Called once at the end. The caller got the first `length` tokens of prompt + observed."""
 
     def parts(self, key: str) -> Sequence[tuple[str, Session]]:
         """The sessions that it is made of, each with its drafter's key; by default itself alone.
@@ -351,13 +350,12 @@ class Session(ABC):
 class Drafter(ABC):
     """Frozen configuration of a way to draft; reusable and shareable between generations.
 
-    `begin` is all that a drafter needs; a class that has it and inherits nothing will do, see
-    `strangers`.
+    A drafter needs only `begin`. A class with this method works without inheriting (see
+    `strangers`).
 
     Attributes:
-        branches: most tokens that it proposes at a place; more than one makes trees.
-        on_every_rank: each machine of a target that is spread over several runs it, not one for
-            all.
+        branches: most tokens that it proposes at a place. More than one makes trees.
+        on_every_rank: run it on every machine of a target that is spread over several machines.
         drafters: the drafters that a combination is made of.
     """
 
@@ -374,7 +372,7 @@ class Drafter(ABC):
 
     @property
     def key(self) -> str:
-        """Its name for what is learned of it; by default its class and options (`repr`)."""
+        """Its name in saved measurements. By default its class and options (`repr`)."""
         return class_and_options(self)
 
     @property

@@ -210,23 +210,23 @@ def stream_generate(
     Args:
         model: a loaded mlx-lm model.
         tokenizer: its tokenizer, as `mlx_lm.load` gives it.
-        prompt: text; token ids; or chat messages, which go through the chat template.
+        prompt: text, token ids, or chat messages, which go through the chat template.
         max_tokens: tokens to generate, -1 for no limit.
         draft_model: a loaded small model, as in mlx-lm, which competes with the drafter for each
             draft; "auto" for a model or a head on this machine that fits.
-        drafter: a drafter; the name of one with options ("ngram:max_order=3"); the folder or
-            Hugging Face repository of a model or a trained head, which is loaded for this call; or
-            a list of these, which compete. None for plain decoding.
+        drafter: a drafter, or its name with options ("ngram:max_order=3"). The folder or Hugging
+            Face repository of a model or a trained head is loaded for this call. The drafters of a
+            list compete. None for plain decoding.
         options: the fields of `Options`, by name.
 
     Yields:
-        mlx-lm's response for each token, with `stats`, `origin` and `drafter` besides.
+        mlx-lm's response for each token, with `stats`, `origin` and `drafter` added.
 
     Raises:
         UnknownNameError: no drafter, rule or policy has this name.
         TokenizerMismatchError: the draft model's tokenizer, or the target's, does not give back
             text.
-        ModelFolderError, HeadError: there is no such model, or the head does not fit the target.
+        ModelFolderError, HeadError: the model does not exist, or the head does not fit the target.
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
     """
@@ -265,7 +265,7 @@ def generate(
     Args:
         model: a loaded mlx-lm model.
         tokenizer: its tokenizer, as `mlx_lm.load` gives it.
-        prompt: text; token ids; or chat messages, which go through the chat template.
+        prompt: text, token ids, or chat messages, which go through the chat template.
         verbose: print the text as it comes, then speeds, peak memory and the account.
         options: `drafter` and `draft_model` as in `stream_generate`, and the fields of `Options`.
 

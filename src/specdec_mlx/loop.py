@@ -108,8 +108,8 @@ def speculate(
     """Yield the target's own continuation of a prompt, sooner: tokens in, tokens out.
 
     However the generation ends (length, close, an exception), the caches hold exactly the prompt
-    and the tokens handed out. Where that cannot be had, a note on the exception says why, and later
-    calls refuse these caches.
+    and the emitted tokens. If this is impossible, a note on the exception gives the reason, and
+    later calls refuse these caches.
 
     Args:
         model: any mlx-lm model.

@@ -42,9 +42,9 @@ def is_temp(value: float) -> bool:
 class Sampling:
     """How to draw a token, as a distribution and as a sampler.
 
-    The arguments are those of `mlx_lm.sample_utils.make_sampler`, ValueError outside their range;
-    temp = 0 is the argmax. An instance is a mlx-lm sampler, which draws from MLX's global random
-    state.
+    The arguments are as in `mlx_lm.sample_utils.make_sampler`, and temp = 0 is the argmax. Raises
+    ValueError for numbers out of range. An instance is a mlx-lm sampler, which draws from MLX's
+    global random state.
     """
 
     temp: float = 0.0

@@ -94,7 +94,7 @@ def split_cache(
     )
     if not is_list or len(prompt_cache) < len(fresh):
         made_by = "mlx_lm.models.cache.make_prompt_cache(model)"
-        raise wrong("prompt_cache", prompt_cache, f"a list of caches, {len(fresh)} as of {made_by}")
+        raise wrong("prompt_cache", prompt_cache, f"a list of {len(fresh)} caches from {made_by}")
     check_usable(prompt_cache)
     return prompt_cache[: len(fresh)], prompt_cache[len(fresh) :] or None
 

@@ -67,7 +67,7 @@ def test_greedy_text_is_the_targets_own(name: str, num_layers: int) -> None:
 
 CANNOT_BE_CUT: dict[str, str] = {
     "afm7": "has no single list of layers",  # two lists, one of which has no caches
-    "phi3small": "does not run on its first 1 layers alone: a text in two parts",
+    "phi3small": "does not run on its first 1 layers: a text in two parts",
     "kimi_k3": "Leave|leave",  # without its last layer
 }
 """Architectures whose layers are not to be had alone, and what is said. A pass of the second over

@@ -25,7 +25,7 @@ class Several(Drafter):
             raise ValueError(
                 f"prompt_cache holds {len(context.draft_cache)} caches behind the target's, for "
                 f"one draft model, and {num_keepers} drafters of {type(self).__name__} would fill "
-                "them. Give the target's caches alone, or draft with one of these models."
+                "them. Give only the target's caches, or draft with one of these models."
             )
         for drafter in self.drafters:
             drafter.check(context)
@@ -117,11 +117,13 @@ class FirstOf(Several):
 class BestOf(FirstOf):
     """The draft that is worth most: its expected tokens less what its pass costs.
 
-    Every drafter that is free to ask proposes, and the automatic draft length values each draft by
-    its evidence; with a fixed length the longest match wins among them. One that costs time is
-    asked, before it draws, where it promises more than the best of the others. All drafts are
-    scored against what came. drafters: at least one, else ValueError; of equal drafts the earlier
-    one's is taken.
+    Every cheap drafter proposes, and the automatic draft length values each draft by its evidence.
+    With a fixed length the longest match wins among them. A drafter that costs time is asked only
+    if it promises more than the best of the others, and before it draws. Drafts that were not used
+    are scored against the text as well. Among equal drafts the earlier drafter's is taken.
+
+    Attributes:
+        drafters: at least one, else ValueError.
     """
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:

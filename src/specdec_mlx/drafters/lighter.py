@@ -45,7 +45,7 @@ def first_layers(model: nn.Module, num_layers: int) -> nn.Module:
         except Exception as error:  # whatever a model does without its last layers
             reason = error
     raise DraftModelError(
-        f"A {_kind(model)} does not run on its first {num_layers} layers alone: {reason} Give "
+        f"A {_kind(model)} does not run on its first {num_layers} layers: {reason} Give "
         "another number, or leave it out."
     ) from reason
 

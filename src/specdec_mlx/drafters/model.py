@@ -57,14 +57,13 @@ class ModelDrafter(Drafter):
         draft_temp: temperature of the drafts, None for the target's own, 0 for greedy.
         tokenizers: what to do if they differ. "any" carries drafts over as text, "same" raises
             TokenizerMismatchError with the first difference.
-        branches: most tokens at a place; with more than one it proposes trees, if it has the
-            target's tokenizer; see `drafters.growing`.
+        branches: most tokens at a place. More than one gives trees, if the model has the target's
+            tokenizer (see `drafters.growing`).
         on_every_rank: each machine of a target that is spread over several runs the draft model; by
             default the first does, and sends its distributions.
 
-    Draws come from its logits under the target's processors, temperature and filters (Leviathan et
-    al. 2023, section 2.2), and are declared as drawn; greedy targets and opaque samplers get the
-    argmax.
+    Tokens are drawn from the model's logits under the target's processors, temperature and filters
+    (Leviathan et al. 2023, section 2.2). Greedy targets and opaque samplers get the argmax.
     """
 
     model: nn.Module
@@ -106,7 +105,7 @@ class ModelDrafter(Drafter):
         return self.shared_with(context) is None
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
-        """What the model shares with a target of another tokenizer, None for the same one."""
+        """The model's link to a target with another tokenizer, or None if the tokenizers agree."""
         if self.tokenizer is None or context.tokenizer is None:
             return None
         if self.tokenizers == "same":
@@ -221,8 +220,8 @@ def check_caches_fit(model: nn.Module, caches: Sequence[Any]) -> None:
             return
     raise ValueError(
         f"prompt_cache holds {len(caches)} caches behind the target's that are not the draft "
-        f"model's; expected {len(fresh)}, as of mlx_lm.models.cache.make_prompt_cache(model) for "
-        "the draft model, which alone has filled them."
+        f"model's. Expected {len(fresh)} caches that mlx_lm.models.cache.make_prompt_cache(model) "
+        "made for the draft model, and that only the draft model has filled."
     )
 
 

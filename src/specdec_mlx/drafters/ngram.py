@@ -147,14 +147,18 @@ class NGramCounts:
 class NGramDrafter(Drafter):
     """Proposes the most frequent continuation of the longest known context (akunu's predictor).
 
-    An n-gram of order n is a context of n - 1 tokens and the token after it; of equally frequent
-    ones the most recent wins. The draft ends where no context is known. The defaults are akunu's.
-    max_order, min_order: 1 <= min_order <= max_order <= 8; order 1 is the most frequent token of
-    all. num_draft: most tokens in a draft. max_entries: most pairs of context and continuation per
-    order; the contexts not seen for longest are forgotten.
+    An n-gram of order n is a context of n - 1 tokens and the token after it. Among equally frequent
+    tokens the most recent wins. The draft ends if no context is known. The defaults are akunu's.
+
+    Attributes:
+        max_order, min_order: 1 <= min_order <= max_order <= 8. Order 1 is the most frequent token.
+        num_draft: most tokens in a draft.
+        max_entries: most pairs of context and continuation per order. The contexts that were not
+            seen for the longest time are forgotten.
 
     Memory: at most 640 * max_entries * (max_order - min_order + 1) bytes, 126 MB with the defaults;
-    140 bytes a pair, 14 MB for 32,768 tokens that seldom repeat. ValueError out of range.
+    140 bytes a pair, 14 MB for 32,768 tokens that seldom repeat. Raises ValueError for numbers out
+    of range.
     """
 
     max_order: int = 4

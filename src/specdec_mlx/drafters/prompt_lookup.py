@@ -16,13 +16,15 @@ MAX_MATCH = 64  # longest match that is measured, in tokens; confidence has satu
 class PromptLookupDrafter(Drafter):
     """Copies what followed the longest earlier match of the last tokens (Saxena 2023).
 
-    max_ngram, min_ngram: longest and shortest match that is looked up, in tokens, 1 to 8; matches
-    of a single token are mostly wrong. num_draft: most tokens in a draft, None for no cap of its
-    own. occurrence: which of several equally long matches is continued, the most recent (1 to 4%
-    better on chat) or the earliest (2% better on summaries).
+    Attributes:
+        max_ngram, min_ngram: longest and shortest match, in tokens, 1 to 8. Matches of a single
+            token are mostly wrong.
+        num_draft: most tokens in a draft, or None for no limit.
+        occurrence: the match to continue among equally long matches, the most recent (1 to 4%
+            better on chat) or the earliest (2% better on summaries).
 
-    Memory: at most 200 * (max_ngram - min_ngram + 4) bytes a token, 1.4 kB by default. ValueError
-    out of range.
+    Memory: at most 200 * (max_ngram - min_ngram + 4) bytes a token, 1.4 kB by default. Raises
+    ValueError for numbers out of range.
     """
 
     max_ngram: int = 5

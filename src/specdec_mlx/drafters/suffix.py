@@ -126,16 +126,19 @@ MEMORY_WEIGHT = 0.3  # of a place in a memory, to one of equal match in the text
 class SuffixDrafter(Drafter):
     """Copies what followed the places that match best, in the text and in a memory.
 
-    Places vote, token by token; those outvoted drop out, and the draft ends when none remains. A
-    longer match outweighs shorter ones; of equal ones those in the text itself count more, and of
-    matches of 1 or 2 tokens those that have more tokens in common before them. memory: texts shared
-    between generations: a `Memory`, the path of its file, made if need be and saved when the
-    process ends, or "process" for one of no file; a generation's own text is added at its end. None
-    remembers nothing. num_draft: most tokens in a draft, None for no cap of its own. min_match: the
-    shortest match that is continued.
+    Places vote on each token. Outvoted places drop out, and the draft ends when none remains. A
+    longer match has more weight. Among equal matches, places in the text itself have more weight,
+    and matches of 1 or 2 tokens have more weight if more tokens before them agree.
 
-    Memory: a token of the text costs at most 400 bytes, one of a `Memory` 80. ValueError out of
-    range.
+    Attributes:
+        memory: texts shared between generations. A `Memory`, the path of its file (created if it
+            does not exist, and saved when the process ends), or "process" for a memory without a
+            file. The text of a generation is added at its end. None remembers nothing.
+        num_draft: most tokens in a draft, or None for no limit.
+        min_match: the shortest match that is continued.
+
+    A token of the text costs at most 400 bytes, and a token of a `Memory` costs 80. Raises
+    ValueError for numbers out of range.
     """
 
     memory: Memory | str | None = None

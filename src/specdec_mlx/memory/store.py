@@ -100,14 +100,19 @@ class TextsHeader(FileHeader, kw_only=True):
 class Memory(KeptFile):
     """Texts for a `SuffixDrafter` to draft from; safe with many threads.
 
-    They stand in a few immutable indexes, oldest first; a new text joins the youngest one, which is
-    merged with the one before once as large, so that a token is sorted a logarithmic number of
-    times. max_tokens, max_bytes: the smaller holds; the oldest texts go first. A token takes 80
-    bytes. tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts
-    from it, and any other's are kept apart from it (`of`), in no file. remember_prompts: keep a
-    generation's prompt beside what it wrote. indexes: the texts as they are now, indexed; what is
-    added later makes others. sources: files that `specdec-mlx memory build` has
-    read. path: of its file.
+    The texts are in a few immutable indexes, oldest first. A new text joins the youngest index, and
+    an index is merged with its older neighbour when it has reached the same size. A token is
+    therefore sorted a logarithmic number of times, and it takes 80 bytes.
+
+    Attributes:
+        max_tokens, max_bytes: limits. The smaller limit counts, and the oldest texts go first.
+        tokenizer: the tokenizer of the token ids, or its fingerprint. None takes the first
+            tokenizer that drafts from the memory. Texts of other tokenizers are kept apart (`of`)
+            and not saved.
+        remember_prompts: also keep the prompt of a generation.
+        indexes: the current texts, indexed. Later texts make new indexes.
+        sources: files that `specdec-mlx memory build` has read.
+        path: path of the memory's file.
     """
 
     kind: ClassVar[str] = "texts"

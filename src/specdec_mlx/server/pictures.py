@@ -93,7 +93,7 @@ def take_pictures(request: TextRequest, can_see: Callable[[TextRequest], bool]) 
         if len(request.pictures) > MOST_PICTURES or num_pixels > MOST_PIXELS_IN_ALL:
             raise RequestError(
                 f"The pictures are too many or too large: at most {MOST_PICTURES}, of "
-                f"{MOST_PIXELS_IN_ALL} pixels in all. Send fewer, or smaller ones."
+                f"{MOST_PIXELS_IN_ALL} pixels in all. Send fewer or smaller pictures."
             )
         return f"{_BEGIN}{digest}{_END}"
 
@@ -106,7 +106,7 @@ def _data_of(source: str) -> bytes:
     head, _, data = source.partition(",")
     if not (head.startswith("data:") and head.endswith(";base64")):
         raise RequestError(
-            "A picture must stand in the request, as data:image/png;base64,... or as Anthropic's "
+            "A picture must be in the request, as data:image/png;base64,... or as Anthropic's "
             "base64 source. This server fetches no addresses and reads no files for a request."
         )
     try:

@@ -173,7 +173,7 @@ class PrefixFiles:
         header = self._headers[path]
         try:
             if path.stem != f"{self.key}-{_digest(path)}":
-                raise ValueError("its content is not what was written")
+                raise ValueError("its content has changed since it was written")
             flat = load_prompt_cache(str(path))
             wait_for(flat)
             caches, rest = flat[: header.layers], iter(flat[header.layers :])

@@ -144,8 +144,8 @@ def check_width(files: HeadFiles, ends: Anatomy, width: int | None) -> None:
     """Raise HeadError for a head that reads states of another width."""
     if width not in (None, ends.width):
         raise HeadError(
-            f"{files.name} was trained for a target whose states have {width} numbers, and those "
-            f"of this one have {ends.width}. Use a head that was trained for this target."
+            f"{files.name} was trained for a target whose states have {width} numbers, but this "
+            f"target's states have {ends.width}. Use a head that was trained for this target."
         )
 
 
@@ -323,20 +323,20 @@ def load_head(
     norms_less_one: bool | None = None,
     torch_files: bool = True,
 ) -> HeadDrafter | ModelDrafter:
-    """A trained head as a drafter for a loaded target; `describe()` says what was recognised.
+    """Load a trained head as a drafter for a loaded target; `describe()` names its format.
 
     Args:
-        path_or_repo: folder or Hugging Face name, of a head, or of a target with its multi-token
-            prediction layer: the original repository, or a conversion that kept it; or a file in
-            such a folder. Only files that hold the head are fetched.
+        path_or_repo: folder or Hugging Face name of a head, or of a target with its multi-token
+            prediction layer (the original repository, or a conversion that kept the layer). A file
+            in the folder works too. Only files that hold the head are fetched.
         target: the model to draft for, which lends it embeddings and head.
         draft_bits: quantize the head's matrices to so many bits.
         greedy: propose the argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own.
         branches: most tokens at a place; with more than one its drafts are trees.
         layers: of the target, from 0, whose outputs it reads, where its config is wrong.
-        pre_norm: it reads the state before the final norm; None: its family's default.
-        norms_less_one: its norms are stored as w - 1; None: its family's default.
+        pre_norm: it reads the state before the final norm, or None for its family's default.
+        norms_less_one: its norms are stored as w - 1, or None for its family's default.
         torch_files: read files of `torch.save`, by torch, where there are no safetensors.
 
     Raises:

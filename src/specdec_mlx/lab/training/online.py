@@ -199,7 +199,7 @@ def stored_plan(folder: Path) -> dict[str, Any]:
     if not folder.is_dir() or Path(HF_HUB_CACHE).resolve() in folder.resolve().parents:
         fault = "is no folder of yours to save it in, and the Hub's cache is left as it is"
     elif config.is_file() and "quantization" in load_json(config):
-        fault, name = "is quantized, and such weights cannot be trained", "ORIGINAL"
+        fault, name = "is quantized, and quantized weights cannot be trained", "ORIGINAL"
     elif not plan.is_file():
         fault = f"has no {PLAN}: only what `specdec-mlx train` made can learn on"
         name = "NAME" if is_head(folder) else name

@@ -265,7 +265,7 @@ def draft_model(recipe: Recipe) -> Trainee:
         module, tokenizer, config = loaded
         if "quantization" in config:
             raise TrainingError(
-                f"{recipe.init} is quantized, and such weights cannot be trained. Give the "
+                f"{recipe.init} is quantized, and quantized weights cannot be trained. Give the "
                 "original."
             )
 
