@@ -29,8 +29,11 @@ from specdec_mlx.stop_strings import StopStrings
 class BatchStreamResponse(SpeculativeResponse):
     """The response for one token of one of several texts.
 
-    index: of its prompt. sample: of its text among the prompt's. num_rounds: passes over all rows
-    so far. prompt_cache: with a text's last token, if asked for.
+    Attributes:
+        index: index of the prompt.
+        sample: index of the text among the samples of its prompt.
+        num_rounds: passes over all rows so far.
+        prompt_cache: the text's caches, with its last token, if `return_prompt_caches` is true.
     """
 
     index: int = 0

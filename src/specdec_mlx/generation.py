@@ -32,10 +32,12 @@ from specdec_mlx.views.html import Piece, text_html
 
 @dataclass
 class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
-    """mlx-lm's response, and where its token came from.
+    """mlx-lm's response, and the origin of its token.
 
-    stats: the running account. origin: "draft", "correction", "bonus" or "plain". drafter: its
-    name.
+    Attributes:
+        stats: the running metrics.
+        origin: "draft", "correction", "bonus" or "plain".
+        drafter: name of the drafter.
     """
 
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -52,9 +54,12 @@ class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
 
 
 class Text(str):
-    """A generated text: a str with its account, shown in a notebook; slices and sums are plain str.
+    """A generated text: a str with metrics. Slices and sums are plain str.
 
-    pieces: text, id and origin of each token. stats: the account. drafter: its name.
+    Attributes:
+        pieces: text, id and origin of each token.
+        stats: the metrics.
+        drafter: name of the drafter.
     """
 
     pieces: tuple[Piece, ...]
