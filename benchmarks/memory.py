@@ -21,7 +21,6 @@ from jaxtyping import Int
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.contracts import DraftContext, Drafter
-from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.lab.tables import markdown_table
@@ -92,7 +91,7 @@ def measure(paths: Sequence[Path | str], tokenizer: object, max_tokens: int) -> 
         loaded = Memory.load(path)
         loading = time.perf_counter() - loading
         disk = path.stat().st_size / len(memory)
-    drafters = {"suffix": SuffixDrafter(loaded), "auto": default_drafter(loaded)}
+    drafters = {"suffix": SuffixDrafter(loaded)}
     written = {name: _write(drafter, left_out) for name, drafter in drafters.items()}
     return Costs(
         tokens=len(memory),

@@ -33,6 +33,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Exact tests are in float32, which MLX would shorten in products on an M5 or on NVIDIA's GPUs.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
+# On the CPU each small function that mlx-lm compiles costs a run of g++, for each type and kind of
+# shape. Tests for which it matters ask for it by the fixture `compiled`.
+os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+
 # What commands learn and keep is not to reach the user's own cache, nor to come from there.
 os.environ.setdefault("SPECDEC_MLX_CACHE", tempfile.mkdtemp(prefix="specdec-mlx-tests-"))
 
@@ -54,6 +58,16 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """How the commands of a test are run; for `command_line.both_ways`."""
     with in_this_way(request.param):
         yield
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    """mlx-lm's small functions are compiled, as users have them."""
+    import mlx.core as mx  # after the environment
+
+    mx.enable_compile()
+    yield
+    mx.disable_compile()
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import PAUSE, Auto, Fixed
-from specdec_mlx.drafters.default import default_drafter
+from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.target import Verifier
@@ -159,7 +159,7 @@ def calls_a_round(kind: str, folder: Path) -> tuple[float, float]:
     prompt = prompt_of(2 * host_time.VOCAB_SIZE) if kind == "a drafted round" else [0]
     target: Any = Table()
     length = SteadyClock()
-    drafter: Any = None if kind == "no drafter" else default_drafter()
+    drafter: Any = None if kind == "no drafter" else SuffixDrafter()
     if kind == "a head that drafts nothing":
         target, drafter = heads.target(), heads.loaded("eagle3", folder)
         length.tuning.of(drafter.key).account.budget = -1e9

@@ -16,6 +16,7 @@ import pytest
 from importlinter.cli import lint_imports
 
 import specdec_mlx
+from selection import in_one_test
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "specdec_mlx"
@@ -160,7 +161,7 @@ def test_few_know_mlx_lms_types_of_a_generation() -> None:
     assert not [name for name in knowing if not name.startswith(KNOW_MLX_LM_TYPES)]
 
 
-@pytest.mark.parametrize("name", MODULES)
+@in_one_test("name", MODULES)
 def test_no_module_and_no_function_is_too_long(name: str) -> None:
     """A long function is a sign that two things share one name; so is a long module."""
     code = code_of(name)

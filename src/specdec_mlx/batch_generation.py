@@ -26,20 +26,6 @@ from specdec_mlx.stop_strings import StopStrings
 
 
 @dataclass
-class BatchStreamResponse(SpeculativeResponse):
-    """The response for one token of one of several texts.
-
-    index: of its prompt. sample: of its text among the prompt's. num_rounds: passes over all rows
-    so far. prompt_cache: with a text's last token, if asked for.
-    """
-
-    index: int = 0
-    sample: int = 0
-    num_rounds: int = 0
-    prompt_cache: list[Any] | None = None
-
-
-@dataclass
 class SpeculativeBatchResponse(BatchResponse):  # type: ignore[misc]
     """mlx-lm's batch response. speculation: the account of each text."""
 
@@ -62,7 +48,7 @@ def batch_stream_generate(
     return_prompt_caches: bool = False,
     completion_batch_size: int = 32,
     **options: Unpack[BatchArguments],
-) -> Generator[BatchStreamResponse, None, None]:
+) -> Generator[SpeculativeResponse, None, None]:
     """Stream the texts of several prompts, written together. Each text is as if written alone.
 
     Args:
@@ -182,7 +168,7 @@ def batch_generate(
     check_names(options, batch_generate, batch_stream_generate, Options)
     tokenizer = loaded(model, tokenizer)
     started = time.perf_counter()
-    texts: dict[tuple[int, int], list[BatchStreamResponse]] = {}
+    texts: dict[tuple[int, int], list[SpeculativeResponse]] = {}
     for response in batch_stream_generate(
         model,
         tokenizer,
@@ -254,7 +240,7 @@ def _respond(
     tokenizer: Any,
     num_samples: int,
     drafter: str,
-) -> Generator[BatchStreamResponse, None, None]:
+) -> Generator[SpeculativeResponse, None, None]:
     """Detokenize each text, and let the next request in where there is a place."""
     texts: dict[int, TextUnderWay] = {}
 
@@ -276,8 +262,8 @@ def _respond(
                 token, None if is_cut else reason, token.stats.prefill_seconds
             )
             index, sample = divmod(uid, num_samples)
-            yield BatchStreamResponse(
-                **vars(response),
+            yield replace(
+                response,
                 index=index,
                 sample=sample,
                 num_rounds=batch.num_rounds,

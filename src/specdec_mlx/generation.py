@@ -32,15 +32,26 @@ from specdec_mlx.views.html import Piece, text_html
 
 @dataclass
 class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
-    """mlx-lm's response, and where its token came from.
+    """mlx-lm's response, and the origin of its token.
 
-    stats: the running account. origin: "draft", "correction", "bonus" or "plain". drafter: its
-    name.
+    Attributes:
+        stats: the running metrics.
+        origin: "draft", "correction", "bonus" or "plain".
+        drafter: name of the drafter.
+        index: in a batch, index of the prompt.
+        sample: in a batch, index of the text among the samples of its prompt.
+        num_rounds: in a batch, passes over all rows so far.
+        prompt_cache: in a batch, the text's caches, with its last token, if
+            `return_prompt_caches` is true.
     """
 
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     origin: Origin = "plain"
     drafter: str = ""
+    index: int = 0
+    sample: int = 0
+    num_rounds: int = 0
+    prompt_cache: list[Any] | None = None
 
     def _repr_html_(self) -> str:
         return text_html([self.piece], self.stats, self.drafter)
@@ -52,9 +63,12 @@ class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
 
 
 class Text(str):
-    """A generated text: a str with its account, shown in a notebook; slices and sums are plain str.
+    """A generated text: a str with metrics. Slices and sums are plain str.
 
-    pieces: text, id and origin of each token. stats: the account. drafter: its name.
+    Attributes:
+        pieces: text, id and origin of each token.
+        stats: the metrics.
+        drafter: name of the drafter.
     """
 
     pieces: tuple[Piece, ...]
@@ -241,14 +255,12 @@ def stream_generate(
         chosen = with_forced(chosen, processors_of(how.logits_processors))
     prompt_tokens = encode(how.tokenizer, prompt)
     tokens = speculate(model, prompt_tokens, chosen, options=replace(how, stop=()))
-    num_prompt = len(prompt_tokens)
-    if not num_prompt and how.input_embeddings is not None:
-        num_prompt = len(how.input_embeddings)
+    read = prompt_tokens if how.input_embeddings is None else how.input_embeddings
     name = drafter if isinstance(drafter, str) else ""
     if not name and chosen is not None:
         name = chosen.class_name
     strings = StopStrings(how.stop) if how.stop else None
-    text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, strings)
+    text = TextUnderWay(how.tokenizer.detokenizer, len(read), name, strings)
     models = [model, *models_of(chosen)]
     return respond(tokens, text, models, how.max_tokens, how.tokenizer.eos_token_ids, how.stream)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, Unpack
 
@@ -30,6 +30,7 @@ from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
     DraftContext,
+    Drafter,
     Origin,
     Outcome,
     RoundRecord,
@@ -37,8 +38,9 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
-from specdec_mlx.options import OptionArguments, Options
-from specdec_mlx.ranks import Ranks, SharedDrafting, ranks_of, shared_noise
+from specdec_mlx.models.anatomy import group_of
+from specdec_mlx.options import OptionArguments, Options, noise_of
+from specdec_mlx.ranks import Ranks, SharedDrafting
 from specdec_mlx.sequence import (
     PromptReader,
     SequenceState,
@@ -141,7 +143,7 @@ def speculate(
         how,
         caches,
         draft_cache=draft_cache,
-        ranks=ranks_of(model, how.stream),
+        group=group_of(model),
         history=history,
     )
     generation.stats.num_unnamed = 0 if drafter is None else num_unnamed
@@ -187,8 +189,7 @@ class Generation:
 
     def written(self) -> Generator[Token, None, None]:
         """The tokens, on several ranks those that the first one's caller has."""
-        tokens, drafting = self.run(), self.drafting
-        return drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
+        return self.drafting.as_on_first(self.run())
 
     def begin(self) -> None:
         """Begin the drafter's session, which a caller may want to do before `run`."""
@@ -539,7 +540,7 @@ def assemble(
     caches: list[Any],
     *,
     draft_cache: list[Any] | None = None,
-    ranks: Ranks | None = None,
+    group: mx.distributed.Group | None = None,
     length: DraftLength | None = None,
     num_read: int = 0,
     num_said: int = 0,
@@ -552,7 +553,7 @@ def assemble(
     Args:
         caches: the target's, which hold the prompt's first `num_read` tokens.
         draft_cache: a draft model's, kept by the caller.
-        ranks: the ranks that the model is spread over.
+        group: the ranks that the model is spread over, None for a model that is whole on each.
         length: a draft length in the place of the options' own.
         num_said: the prompt's last tokens that are the text's beginning, written elsewhere.
         history: [n] tokens that the caches hold before the prompt.
@@ -563,10 +564,15 @@ def assemble(
         PromptError: for what cannot be a prompt of this model.
         ValueError: for other bad input.
     """
-    drafter = as_drafter(drafter)
+    if not isinstance(drafter, Drafter | None):
+        drafter = as_drafter(drafter)
     prompt = [*history, *check_prompt(prompt_tokens, options.input_embeddings, drafter)]
     rollback = Rollback(caches, num_read + len(history))
-    probe, noise = options.probe and drafter is not None, shared_noise(ranks, options.seed)
+    probe, noise = options.probe and drafter is not None, noise_of(options.seed)
+    kind: Callable[..., Drafting] = Drafting
+    if group is not None:
+        ranks = Ranks(group, options.stream)
+        kind, noise = partial(SharedDrafting, ranks), ranks.share_noise(noise)
     target = Verifier(model, rollback, options, noise=noise, probe=probe)
     check_ids(prompt, target.vocab_size)
     context = target.draft_context(options.tokenizer, draft_cache)
@@ -585,14 +591,12 @@ def assemble(
         has_prompt=len(prompt_tokens) > 0,
         num_history=len(history),
     )
-    how: dict[str, Any] = {
-        "keeps_cache": options.prompt_cache is not None,
-        "stream": options.stream,
-    }
-    drafting = (
-        Drafting(drafter, length, target, sequence, **how)
-        if ranks is None
-        else SharedDrafting(ranks, drafter, length, target, sequence, **how)
+    drafting = kind(
+        drafter,
+        length,
+        target,
+        sequence,
+        keeps_cache=options.prompt_cache is not None,
+        stream=options.stream,
     )
-    stats = SpeculationStats() if stats is None else stats
-    return Generation(target, sequence, drafting, context, options, stats)
+    return Generation(target, sequence, drafting, context, options, stats or SpeculationStats())

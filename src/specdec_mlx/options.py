@@ -131,9 +131,9 @@ class Options:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"max_tokens": max_tokens_of(self.max_tokens)}
-        for name, least in (("prefill_step_size", 1), ("kv_group_size", 1)):
+        bounds = {"prefill_step_size": 1, "kv_group_size": 1, "quantized_kv_start": 0}
+        for name, least in bounds.items():
             checked[name] = whole(name, getattr(self, name), least)
-        checked["quantized_kv_start"] = whole("quantized_kv_start", self.quantized_kv_start, 0)
         for name in ("max_kv_size", "kv_bits"):
             if (value := getattr(self, name)) is not None:
                 checked[name] = whole(name, value, 1)

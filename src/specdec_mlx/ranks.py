@@ -20,7 +20,6 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from specdec_mlx.caches import mark_unusable, wait_for
 from specdec_mlx.contracts import (
@@ -35,7 +34,6 @@ from specdec_mlx.draft_length.value import DraftLength, Fixed
 from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.exactness.features import FeatureFeed
 from specdec_mlx.models.anatomy import group_of
-from specdec_mlx.options import noise_of
 from specdec_mlx.sampling import Noise
 from specdec_mlx.target import check_draft
 from specdec_mlx.token_ids import to_list
@@ -112,21 +110,11 @@ class Ranks:
             mx.async_eval(received)
         return received
 
-
-def ranks_of(model: nn.Module, stream: Any) -> Ranks | None:
-    """The ranks that a model is spread over; None for a model that is whole on each."""
-    group = group_of(model)
-    return None if group is None else Ranks(group, stream)
-
-
-def shared_noise(ranks: Ranks | None, seed: int | None) -> Noise:
-    """The noise of a generation: of rank 0's seed, if there are several."""
-    noise = noise_of(seed)
-    if ranks is None:
-        return noise
-    words = noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)
-    low, high, is_given = ranks.gather([*words, noise.is_given])[0]
-    return Noise(high << WORD | low, is_given=bool(is_given))
+    def share_noise(self, noise: Noise) -> Noise:
+        """Rank 0's noise, on every rank."""
+        words = noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)
+        low, high, is_given = self.gather([*words, noise.is_given])[0]
+        return Noise(high << WORD | low, is_given=bool(is_given))
 
 
 def check_drafts_alone(drafter: Drafter | None) -> None:

@@ -50,11 +50,11 @@ def as_given(owner: Drafter | Session) -> Any:
 
 def begin_session(drafter: Drafter, prompt: Sequence[int], context: DraftContext) -> Session:
     """Begin a drafter's session; DraftError for one without `propose` or `observe`."""
-    session = drafter.begin(prompt, context)
-    return session if isinstance(session, Session) else _as_session(session, drafter.class_name)
+    return as_session(drafter.begin(prompt, context), drafter.class_name)
 
 
-def _as_session(session: Any, made_by: str) -> Session:
+def as_session(session: Any, made_by: str) -> Session:
+    """A session as it is, or a stranger as a `Session`; DraftError for others."""
     if isinstance(session, Session):
         return session
     if hasattr(session, "propose") and hasattr(session, "observe"):
@@ -192,6 +192,6 @@ class StrangersSession(Session):
 
     def _adapted(self, keyed: Sequence[tuple[str, Any]]) -> list[tuple[str, Session]]:
         return [
-            (key, self if session is self.stranger else _as_session(session, self.made_by))
+            (key, self if session is self.stranger else as_session(session, self.made_by))
             for key, session in keyed
         ]

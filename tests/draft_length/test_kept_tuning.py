@@ -11,7 +11,7 @@ import pytest
 import tiny
 from command_line import both_ways, run
 from specdec_mlx.draft_length.store import Tuning, kept_tuning, tuning_for, tuning_path
-from specdec_mlx.drafters.default import default_drafter
+from specdec_mlx.drafters.suffix import SuffixDrafter
 from tiny_model_folder import write_model_folder
 
 
@@ -73,4 +73,4 @@ def test_a_command_keeps_it_for_what_it_loads_unless_told_not_to(cache, loaded):
         files = list(cache.glob("tuning/*.json"))
         assert len(files) == num_files
     for file in files:
-        assert set(Tuning.load(file).drafters) == {default_drafter().key}
+        assert set(Tuning.load(file).drafters) == {SuffixDrafter().key}

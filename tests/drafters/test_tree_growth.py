@@ -13,7 +13,6 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import make_logits_processors
 
 import narrow
@@ -38,7 +37,6 @@ from specdec_mlx.lab.papers.trees_of_several import TreeOf, default_trees, merge
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.loop import RoundClock
-from specdec_mlx.ranks import Ranks
 from specdec_mlx.target import Verifier
 
 FREE = linear_cost(0.0)
@@ -251,8 +249,7 @@ def test_text_with_the_default_trees_is_plain_text(name: str) -> None:
 def test_ranks_never_ask_whether_trees_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """To find out takes passes of all ranks, and rank 0 alone would ask; so ranks draft chains."""
     monkeypatch.setattr(Verifier, "takes_trees", pytest.fail)
-    one = Ranks(mx.distributed.init(), generation_stream)
-    monkeypatch.setattr("specdec_mlx.loop.ranks_of", lambda model, stream: one)
+    monkeypatch.setattr("specdec_mlx.loop.group_of", lambda model: mx.distributed.init())
     shapes, trees = Shapes(), default_trees()
     narrow_text(tiny.build("llama"), trees, num_draft_tokens=shapes)
     assert shapes.num_asked

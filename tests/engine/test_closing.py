@@ -116,7 +116,6 @@ CASES = [
 ]
 IN_SHORT = [
     ("pass", "llama"),
-    ("pass", "qwen3_next"),
     ("pass before look-up", "falcon_h1"),
     ("guessed by a model", "mamba2"),
     ("model", "gemma3_text"),
@@ -186,7 +185,7 @@ def told(error: BaseException) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("way", ["close", "collect", "next"])
+@pytest.mark.parametrize("way", cases(["close", "collect", "next"], "close", "next"))
 def test_caches_left_to_another_thread_hold_the_text_or_are_refused_with_the_reason(
     way: str,
 ) -> None:

@@ -28,22 +28,6 @@ FLOAT32 = 1e-5
 TINY = 1e-37  # the mixture over XTC's coin is formed in float32, which ends here
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _uncompiled():
-    """mlx-lm's filters would be compiled anew for each of many settings."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.fixture
-def compiled():
-    """As users have it."""
-    mx.enable_compile()
-    yield
-    mx.disable_compile()
-
-
 def normalised(logits: mx.array) -> mx.array:
     """Log-probabilities as mlx-lm's loop hands them to a sampler."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -57,6 +57,7 @@ KINDS = sorted(set(TOLD_APART.values()) & set(RUNS) | set(tiny.REPRESENTATIVE))
 ACROSS_THE_WINDOW = 32
 LAST_PLACES = {"bfloat16": 0.1, "float16": 0.02}  # of a log-probability
 
+as_users_have_it = pytest.mark.usefixtures("compiled")
 on_cpu = pytest.mark.skipif(mx.metal.is_available(), reason="the table is about the CPU")
 
 
@@ -65,7 +66,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
 
-@pytest.fixture(scope="module", params=sorted(INEXACT))
+@pytest.fixture(scope="module", params=cases(sorted(INEXACT), "plamo3"))
 def inexact(request: pytest.FixtureRequest) -> Case:
     return Case(request.param, briefly=True)
 
@@ -83,6 +84,7 @@ def test_half_right_drafts_across_the_window_leave_no_trace(name: str) -> None:
     half_right(name)
 
 
+@as_users_have_it
 @FULL
 @pytest.mark.parametrize("begin", range(4))
 def test_the_page_is_right(begin: int) -> None:
@@ -111,6 +113,7 @@ def is_as_the_page_says(name: str) -> None:
         assert target.takes_trees() == (row.trees == "exact")
 
 
+@as_users_have_it
 def test_text_and_logprobs_are_those_of_plain_decoding(case: Case) -> None:
     """Whatever is drafted, and however much of it; no position of the reference is near a tie."""
     assert case.plain.smallest_gap > NEAR_TIE
@@ -177,6 +180,7 @@ def test_what_is_inexact_is_written_one_token_at_a_time(inexact: Case) -> None:
     assert inexact.row in ROWS
 
 
+@as_users_have_it
 @on_cpu
 @pytest.mark.filterwarnings("ignore:.*nothing is drafted there")  # the probe met another expert
 @pytest.mark.parametrize("name", cases(KINDS, "mamba2"))

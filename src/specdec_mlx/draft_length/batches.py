@@ -21,7 +21,6 @@ class SharedLength:
 
     def __post_init__(self) -> None:
         self.prices = Prices(self.tuning.cost_model())
-        self.resize(1)
 
     def resize(self, num_rows: int) -> None:
         """Expect passes over so many texts."""
@@ -85,7 +84,7 @@ class RowLength(DraftLength):
     account: Account = field(default_factory=Account)
 
     def __post_init__(self) -> None:
-        self.auto = Auto(self.shared.tuning, prices=self.shared.prices)
+        self.auto = Auto(self.shared.tuning, shared_prices=self.shared.prices)
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest that is tried, or for a draft model the length chosen for all rows."""

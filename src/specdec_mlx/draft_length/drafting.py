@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -15,11 +15,12 @@ from specdec_mlx.contracts import (
     Drafter,
     RoundRecord,
     Session,
+    all_drafters,
 )
 from specdec_mlx.draft_length.value import Auto, DraftLength, MayFork
 from specdec_mlx.errors import DraftError
 from specdec_mlx.exactness.features import FeatureFeed
-from specdec_mlx.strangers import begin_session
+from specdec_mlx.strangers import as_session
 
 if TYPE_CHECKING:
     from specdec_mlx.sequence import SequenceState
@@ -191,8 +192,12 @@ class Drafting:
         self.why_none = NO_MATCH
         # which a drafter may keep: it does not grow
         prompt = list(self.sequence.tokens)
-        self.session = begin_session(self.drafter, prompt, context)
-        self.features = FeatureFeed.between(self.drafter, self.session, self.target)
+        session = self.drafter.begin(prompt, context)
+        if not isinstance(session, Session):
+            session = as_session(session, self.drafter.class_name)
+        self.session = session
+        if any(part.features is not None for part in all_drafters(self.drafter)):
+            self.features = FeatureFeed.between(self.drafter, session, self.target)
         key = self.drafter.key
         self.selection = Selection.of(self.session, key, self.length, self.may_fork, self.stream)
 
@@ -217,6 +222,10 @@ class Drafting:
         """Tell the draft length of a finished round."""
         if self.selection is not None:
             self.selection.length.record(round_)
+
+    def as_on_first(self, tokens: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """The tokens as they come; see `ranks.SharedDrafting`."""
+        return tokens
 
     def agree_on_end(self) -> bool:
         """True: alone, a generation ends where its caller is; see `ranks.SharedDrafting`."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 from operator import mul
@@ -143,6 +144,9 @@ class Prices:
     most: int = 0
     context: int = 0
     clock: Callable[[], float] = perf_counter
+
+    def __post_init__(self) -> None:
+        self.update(self.cost_model)
 
     def update(self, cost_model: CostModel, tokens: float = 0.0, cost: float = 0.0) -> None:
         """Take over present costs, and what a round has brought at which cost."""
@@ -380,20 +384,21 @@ class Auto(DraftLength):
     """As many tokens as pay, 0 included. `tuning` learns; each drafter is one of the `parts`.
 
     given: gives the lengths where it is not None; only the choice among drafts is by value then.
+    shared_prices: of passes that are shared with other texts, or None.
     """
 
     values_drafts = True
 
     tuning: Tuning = field(default_factory=Tuning)
     given: DraftLength | None = None
-    prices: Prices = field(default=None)  # type: ignore[assignment]
+    shared_prices: Prices | None = None
     parts: dict[str, Any] = field(default_factory=dict)
     _chosen_gain: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.prices is None:
-            self.prices = Prices(self.tuning.cost_model())
-            self.prices.update(self.prices.cost_model)
+    @cached_property
+    def prices(self) -> Prices:
+        """The costs of passes, and the worth of a token."""
+        return self.shared_prices or Prices(self.tuning.cost_model())
 
     def begin(self, part: str, session: Session, may_fork: MayFork) -> Propose:
         """Register a session; returns the function that gets its drafts."""

@@ -152,7 +152,7 @@ class Command:
         """The interface of `chat`, with an end of the input, and lines after turns with --stats."""
         command = self
 
-        class ChatUI(self.module.ChatUI):  # type: ignore[misc, name-defined]
+        class Interface(self.module.ChatUI):  # type: ignore[misc, name-defined]
             def prompt(self) -> str:
                 try:
                     return str(super().prompt())
@@ -164,7 +164,7 @@ class Command:
                 if command.flags.stats:
                     print(f"  {closing_line(command.speculation)}", flush=True)
 
-        return ChatUI
+        return Interface
 
     def _close(self) -> None:
         """Say what was drafted, below mlx-lm's closing lines; with --stats the whole account."""

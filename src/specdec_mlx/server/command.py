@@ -150,7 +150,7 @@ def listen(
     from specdec_mlx.server.app import make_app
     from specdec_mlx.server.flags import KEY_VARIABLE, is_loopback
 
-    class Server(uvicorn.Server):
+    class EngineServer(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield  # they are ours
@@ -160,7 +160,7 @@ def listen(
             await asyncio.gather(asyncio.to_thread(engine.end), super().shutdown(sockets))
 
     app = make_app(engine, settings)
-    server = Server(
+    server = EngineServer(
         uvicorn.Config(
             app,
             log_config=None,

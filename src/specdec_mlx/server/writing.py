@@ -24,8 +24,8 @@ from specdec_mlx.contracts import Drafter, all_drafters
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.loop import Generation, Token, assemble
+from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import Options
-from specdec_mlx.ranks import ranks_of
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
@@ -98,7 +98,7 @@ class WritingAlone:
             text.drafter,
             options,
             own,
-            ranks=ranks_of(model, options.stream),
+            group=group_of(model),
             num_read=num_read,
             of_batch={"num_unseen": num_read},
         )

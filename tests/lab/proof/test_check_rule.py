@@ -33,6 +33,8 @@ from specdec_mlx.rules import (
     namespace_of,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled")  # the check traces what it is given
+
 
 def parts(lines: list[str]) -> list[str]:
     return [line.partition(":")[0] for line in lines]

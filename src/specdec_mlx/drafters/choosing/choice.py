@@ -32,10 +32,10 @@ from specdec_mlx.drafters.choosing.registry import (
     takes,
     takes_model,
 )
-from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.lighter import first_layers
+from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.models.loading import load_model
@@ -146,11 +146,11 @@ class DrafterChoice:
         """One of the drafters; memory: in place of the choice's own."""
         memory = self.memory if memory is None else memory
         if one == DEFAULT_DRAFTER:
-            return default_drafter(memory)
+            return SuffixDrafter(memory)
         if isinstance(one, nn.Module | Path) or (isinstance(one, str) and is_place_of_model(one)):
             return DraftModel(one).make(target=target)
         if not isinstance(one, str):
-            drafter: Drafter | None = as_drafter(one)
+            drafter: Drafter = one if isinstance(one, Drafter) else as_drafter(one)
             return drafter
         if not takes_model(name := name_in(one)):
             takes_it = memory is not None and takes(name, "memory")

@@ -38,8 +38,8 @@ from specdec_mlx.cli.blas import (
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.generation import SpeculativeResponse, stream_generate
 from specdec_mlx.lab import demo_model
 from specdec_mlx.lab.bench.record import SPEEDS, describe_dtype, describe_machine
@@ -213,7 +213,7 @@ def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
         RecordedText(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()
     ]
     live, ends = encode_chat(tokenizer, LIVE_PROMPT), frozenset(tokenizer.eos_token_ids)
-    drafter = default_drafter()
+    drafter = SuffixDrafter()
     return Show(model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, ends)
 
 

@@ -26,9 +26,9 @@ from specdec_mlx.lab.proof import texts as texts_of_parts
 from specdec_mlx.lab.proof.chi_square import scipy
 from specdec_mlx.lab.proof.report import CheckReport, Finding, Part
 from specdec_mlx.lab.proof.subject import Place, Subject, Work
-from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.models.anatomy import group_of, vocab_size_of
 from specdec_mlx.progress import progress_bar
-from specdec_mlx.ranks import ranks_of
+from specdec_mlx.ranks import Ranks
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import Sampler, Sampling, read_sampler
 
@@ -117,7 +117,8 @@ def check(
         end_tokens=getattr(tokenizer, "eos_token_ids", ()),
     )
     with wired_limit([model, *models_of(subject.drafter)], [generation_stream]):
-        ranks = ranks_of(model, generation_stream)
+        group = group_of(model)
+        ranks = None if group is None else Ranks(group, generation_stream)
         work = Work(time.perf_counter() + budget, ranks=ranks)
         parts = run_parts(subject, work, progress, texts)
     settings = {
