@@ -36,7 +36,7 @@ from specdec_mlx.models.anatomy import vocab_size_of
 class SharedDrafts:
     """What the texts of a batch share of their drafters; `DraftContext.shared_drafts`."""
 
-    _by_model: dict[tuple[int, type], tuple[Any, SharedPasses | None]] = field(default_factory=dict)
+    _by_model: dict[tuple[int, type], tuple[Any, DraftPasses | None]] = field(default_factory=dict)
 
     def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin a text beside others; alone for trees, and where passes cannot be shared."""
@@ -51,7 +51,7 @@ class SharedDrafts:
         return SharedSession(passes, alone)
 
 
-def passes_of(drafter: Any) -> SharedPasses | None:
+def passes_of(drafter: Any) -> DraftPasses | None:
     """Shared passes of its model, or of a head with one layer; None where there cannot be any."""
     model, kind = drafter.model, type(drafter)
     is_head = kind is HeadDrafter and getattr(model, "moves_on", False)
@@ -65,7 +65,7 @@ def passes_of(drafter: Any) -> SharedPasses | None:
 
 
 @dataclass
-class SharedPasses(ABC):
+class DraftPasses(ABC):
     """Passes over several texts, each of which is a row of the caches.
 
     sessions: of the rows, in order. joining: not yet rows.
@@ -143,7 +143,7 @@ class SharedPasses(ABC):
         """Take back what a text of `length` tokens needs of its row; by default nothing."""
 
 
-class ModelPasses(SharedPasses):
+class ModelPasses(DraftPasses):
     """A draft model's passes over several texts."""
 
     def next_logits(self, tokens: Any) -> Sequence[mx.array]:
@@ -200,7 +200,7 @@ class ModelPasses(SharedPasses):
         source.leave_cache(rollback)
 
 
-class HeadPasses(SharedPasses):
+class HeadPasses(DraftPasses):
     """A head's passes over several texts: over pairs of a state and the token after it.
 
     states: of each text [n, D], for its next pass.
@@ -287,7 +287,7 @@ class SharedSession(Session):
     has_ended = was_asked = False
     drawn: ChainDraws | None = None
 
-    def __init__(self, passes: SharedPasses, alone: WritingSession) -> None:
+    def __init__(self, passes: DraftPasses, alone: WritingSession) -> None:
         self.passes = passes
         self.alone = alone
         self.source: Any = alone.source

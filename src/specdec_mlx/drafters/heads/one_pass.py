@@ -23,13 +23,13 @@ from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread, within
 from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
-from specdec_mlx.drafters.heads.session import HeadSource, Unread
+from specdec_mlx.drafters.heads.session import HeadReader, Unread
 from specdec_mlx.drafters.writing import Parents, places_after
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 
 
-class BlockSource(HeadSource):
+class BlockSource(HeadReader):
     """A source whose head makes the states and the logits of a whole draft in one pass.
 
     Its head drafts up to `most_drafted` tokens, from what it has read. Where it `corrects` their

@@ -48,7 +48,7 @@ class Unread:
         return taken
 
 
-class HeadSource(DraftSource):
+class HeadReader(DraftSource):
     """A head's side of a generation; an earlier turn in the target's caches is unknown to it.
 
     waiting: the target's states that it was shown.
@@ -104,7 +104,7 @@ class Level:
         return made
 
 
-class RecurrentSource(HeadSource):
+class RecurrentSource(HeadReader):
     """Reads pairs as they become known, and drafts from the state [1, D] of the last one.
 
     drafted: tokens of the draft. made: states that its next step starts from.
