@@ -261,19 +261,19 @@ class HeadPasses(DraftPasses):
 
     def see(self, session: SharedSession, features: FeatureRows) -> None:
         """Let the rows wait, and read them if they are many."""
-        session.source.take(features)
-        self._read_if_many(session)
+        if session in self.sessions:
+            session.source.take(features)
+            self.catch_up()
+        else:
+            session.source.see(features)
 
     def observe(self, session: SharedSession, tokens: Sequence[int]) -> None:
         """Take the tokens emitted, of which the first may make a row of the text."""
-        session.source.tokens += tokens
-        self._read_if_many(session)
-
-    def _read_if_many(self, session: SharedSession) -> None:
         if session in self.sessions:
+            session.source.tokens += tokens
             self.catch_up()
         else:
-            session.source.read_if_many()
+            session.source.observe(tokens)
 
 
 class SharedSession(Session):

@@ -39,7 +39,7 @@ class BlockSource(HeadReader):
     states: mx.array
 
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(head, prompt, context, Unread())
+        super().__init__(head, prompt, context, [Unread()])
         self.cache = head.make_cache()
         self.at_once = not head.corrects
 

@@ -51,32 +51,31 @@ class Unread:
 class HeadReader(DraftSource):
     """A head's side of a generation; an earlier turn in the target's caches is unknown to it.
 
-    waiting: the target's states that it was shown.
+    waiting: the target's states that it was shown. takers: all that take them, this first.
     """
 
     def __init__(
-        self, head: Any, prompt: Sequence[int], context: DraftContext, waiting: Unread
+        self, head: Any, prompt: Sequence[int], context: DraftContext, takers: list[Unread]
     ) -> None:
         super().__init__(prompt, context, context.num_unseen)
         self.head = head
-        self.waiting = waiting
+        self.takers = takers
+        self.waiting = takers[0]
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; a long prompt is read chunk by chunk."""
         self.take(features)
-        self.read_if_many()
+        if self.waiting.num_rows >= MOST_WAITING:
+            mx.async_eval(self.read())
 
     def take(self, features: FeatureRows) -> None:
         """Let rows wait."""
-        self.waiting.add(self.head.rows(features))
+        for unread in self.takers:
+            unread.add(self.head.rows(features))
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens emitted."""
-        super().observe(tokens)
-        self.read_if_many()
-
-    def read_if_many(self) -> None:
-        """Read what waits, if that is much."""
+        self.tokens += tokens
         if self.waiting.num_rows >= MOST_WAITING:
             mx.async_eval(self.read())
 
@@ -117,19 +116,14 @@ class RecurrentSource(HeadReader):
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
         self.levels = [Level(layer) for layer in head.levels]
         self.first = self.levels[0]
-        super().__init__(head, prompt, context, self.first.unread)
+        takers = self.levels[:1] if head.chained else self.levels
+        super().__init__(head, prompt, context, [level.unread for level in takers])
         self.state: mx.array | None = None
 
     @property
     def takes_trees(self) -> bool:
         """True if its caches take them."""
         return takes_trees(self.first.rollback)
-
-    def take(self, features: FeatureRows) -> None:
-        """Let rows wait, for every layer that reads the target."""
-        for level in () if self.head.chained else self.levels[1:]:
-            level.unread.add(self.head.rows(features))
-        super().take(features)
 
     def begin_draft(self, limit: int) -> int:
         """Read all pairs; `limit`, or the number of layers, 0 before there was a pair."""
