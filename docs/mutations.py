@@ -34,11 +34,11 @@ TESTS = {
     "lab/papers/lossy": ["rules/test_acceptance.py", "rules/test_trees.py"],
     "sampling": ["sampling/test_sampling.py"],
     "loop": [
-        *("engine/test_loop.py", "engine/test_rounds.py", "test_generation.py"),
+        *("loop/test_loop.py", "loop/test_rounds.py", "test_generation.py"),
         *(
             "test_contracts.py",
-            "verify/test_cache.py",
-            "verify/test_taps.py",
+            "caches/test_cache.py",
+            "exactness/test_taps.py",
             "draft_length/test_tuning.py",
         ),
     ],
