@@ -244,7 +244,7 @@ def test_a_text_that_ends_leaves_what_was_read_to_the_caller(length: int, asked:
     caches, earlier = [make_prompt_cache(model) for _ in range(3)], [5, 6, 7]
     model(mx.array([earlier]), cache=caches[0])
     texts = [[1, 2, 3, 4, 5], [7, 8], [1]]
-    sessions = [
+    sessions: list[Any] = [
         rows(sd.ModelDrafter(model), text, replace(context, draft_cache=cache))
         for text, cache in zip(texts, caches, strict=True)
     ]

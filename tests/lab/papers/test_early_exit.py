@@ -195,8 +195,8 @@ def test_what_was_missed_in_a_pause_is_copied_unless_the_target_forgot(size, fed
     with fed_to_exits() as tokens:
         mx.eval(session.propose(2).tokens)
     assert [len(ids) for ids in tokens] == fed
-    read = session.source.rollback
-    assert read.caches[0].offset == len(PROMPT) + 6 + 1  # one of two drafted was fed
+    own = session.source.rollback
+    assert own.caches[0].offset == len(PROMPT) + 6 + 1  # one of two drafted was fed
 
 
 def test_caches_that_hold_something_else_are_told() -> None:

@@ -80,8 +80,9 @@ class PartlyRight:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> PartlyRight:
         self.tokens, self.start = list(prompt), len(prompt)
-        self.session: Any = self.one.begin(prompt, context)
-        assert self.session.source.is_lent
+        begun: Any = self.one.begin(prompt, context)
+        assert begun.source.is_lent
+        self.session = begun
         return self
 
     def observe(self, tokens: Sequence[int]) -> None:
