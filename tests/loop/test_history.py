@@ -292,5 +292,5 @@ def test_draft_caches_belong_to_one_model(kind: str) -> None:
     filled = make_prompt_cache(other)
     other(mx.array([LAST]), cache=filled)
     for wrong in (filled, filled[:1], make_prompt_cache(target("mamba2"))[:2]):
-        with pytest.raises(ValueError, match="not the draft model's. Expected"):
+        with pytest.raises(ValueError, match=r"not the draft model's\. Expected"):
             sd.speculate(model, LAST, one, prompt_cache=[*make_prompt_cache(model), *wrong])
