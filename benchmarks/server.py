@@ -286,7 +286,12 @@ def time_library(
     calls: list[Callable[[list[int]], Any]] = [
         lambda ids: mlx_lm.stream_generate(loaded, tokenizer, ids, max_tokens=max_tokens),
         lambda ids: stream_generate(
-            *(loaded, tokenizer, ids, max_tokens), "prompt-lookup", num_draft_tokens=draft_length
+            loaded,
+            tokenizer,
+            ids,
+            max_tokens,
+            drafter="prompt-lookup",
+            num_draft_tokens=draft_length,
         ),
     ]
     seconds = [0.0, 0.0]

@@ -138,7 +138,10 @@ class Faulty:
 @functools.cache
 def raising(kind: type) -> type:
     """The class of a session, with calls that may raise, and a count of how often it was closed."""
+    # a session that has a default of the base class does not call it: it keeps what it can
     calls = {name: getattr(kind, name) for name in DRAFTER if hasattr(kind, name)}
+    defaults = {name for name, call in calls.items() if call is getattr(sd.Session, name, None)}
+    calls = {name: call for name, call in calls.items() if name not in defaults - {"close"}}
     members = {name: Fault.within(name, call) for name, call in calls.items()}
     close = members["close"]
 

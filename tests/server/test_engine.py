@@ -19,7 +19,6 @@ from mlx_lm.models.cache import make_prompt_cache
 import tiny_model_folder
 from engines import ASKED, PROMPT, Client, ask, running, settled, submit, with_flags
 from selection import cases, in_one_test
-from specdec_mlx import loop
 from specdec_mlx.batch.passes import SharedPasses
 from specdec_mlx.batch_caches import BatchCaches, SlotCache
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
@@ -285,7 +284,7 @@ def after(number: int, holds: Callable[..., bool] = always) -> Callable[..., boo
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[[], Callable[..., bool]]]] = {
-    "its drafter is checked": (loop, "check_drafter_fits", lambda: always),
+    "its drafter is checked": (NGramDrafter, "check", lambda: always),
     "its drafter begins": (NGramDrafter, "begin", lambda: always),
     "its prompt is read": (
         PromptReader,

@@ -90,12 +90,14 @@ class CostModel:
     """Cost of a pass over m rows, in passes over one row.
 
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
-    the measured one. plain: seconds of passes over one row; seconds: their median. ratios: rows ->
-    measured costs. most_rows: of the widest pass that may be tried, a few, or 4 times the
-    widest so far. needs_plain: True if a plain round is due.
+    the measured one. first_rows: of the widest pass that may be tried at first. plain: seconds of
+    passes over one row; seconds: their median. ratios: rows -> measured costs. most_rows: of the
+    widest pass that may be tried now, 4 times the widest so far. needs_plain: True if a plain
+    round is due.
     """
 
     prior: Curve = MILDEST
+    first_rows: int = FIRST_ROWS
     plain: deque[float] = field(default_factory=partial(deque[float], maxlen=NUM_PLAIN))
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -110,7 +112,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
-        few = self.prior(FIRST_ROWS)
+        few = self.prior(self.first_rows)
         self.most_rows = max(m for m in WIDTHS if self.prior(m) <= few)
         self._fit()
 
@@ -154,7 +156,6 @@ class CostModel:
         as ever, or several rounds agree. less, shares: of the cost the samples have the rest, in so
         many shares.
         """
-        self.most_rows = max(self.most_rows, 4 * rows)
         ratio = seconds / self.seconds
         is_low = ratio * MOVED < 1.0
         self._num_odd = (self._num_odd + 1) * (is_low or known * MOVED < ratio)
@@ -163,6 +164,9 @@ class CostModel:
         self._doubted = samples, (ratio - less) / shares
         if not 0 < self._num_odd <= NUM_PLAIN:
             self._believe()
+        # where the first passes are narrow, two measurements come before a wider one
+        if self.first_rows == FIRST_ROWS or sum(map(len, self.ratios.values())) > 1:
+            self.most_rows = max(self.most_rows, 4 * rows)
 
     def _believe(self) -> None:
         """Add the latest measurement to its samples."""

@@ -117,7 +117,8 @@ class Tuning:
             several = num_texts > 1
             near = [k for k in self.costs if (k[0] > 1) == several]
             cost = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
-            new = CostModel(Curve(tuple(cost))) if several else CostModel(self.prior)
+            # the first passes over several texts are narrow: all of them pay for a wide one
+            new = CostModel(Curve(tuple(cost)), 2) if several else CostModel(self.prior)
             self.costs[kind] = new
             if near:
                 nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))

@@ -225,6 +225,9 @@ class OutOfStep(sd.Drafter):
 
     model: nn.Module
 
+    def models(self) -> list[nn.Module]:
+        return [self.model]
+
     def begin(self, prompt: Any, context: sd.drafters.DraftContext) -> sd.Session:
         session: Any = sd.ModelDrafter(self.model).begin(prompt, context)
 
