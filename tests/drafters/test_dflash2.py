@@ -50,8 +50,9 @@ def test_a_drawn_draft_declares_what_it_was_drawn_from(name: str, tmp_path: Path
     draft = session.propose(3)
     tokens, rows = to_list(draft.tokens), np.array(draft.logprobs)
     assert np.isfinite(rows[np.arange(3), tokens]).all()
+    source = session.source
     for place, before in enumerate([reference.prompt[-1], *tokens[:2]]):
-        given = session.logits[place : place + 1], session.states[place : place + 1]
+        given = source.logits[place : place + 1], source.states[place : place + 1]
         logits = np.array(drafter.head.corrected(*given, mx.array([before])))[0] / 2
         expected = np.exp(logits) / np.exp(logits).sum()
         assert np.abs(np.exp(rows[place]) - expected).max() < 1e-5

@@ -111,14 +111,15 @@ BY_LEVELS += [("mtp", "deepseek_v3"), *(("model", n) for n in ("llama", "gemma3_
 def test_each_node_is_drafted_from_its_own_path(kind: str, name: str) -> None:
     """A level's logits are those of the same session fed the path alone, to 1e-4."""
     session = session_of(kind, name)
-    session.begin_draft(SIZE)
     assert session.forks
-    session.next_logits(None)
-    rows = mx.concatenate([session.next_logits(mx.array(t), p) for t, p in LEVELS])
+    source = session.source
+    source.begin_draft(SIZE)
+    source.next_logits(None)
+    rows = mx.concatenate([source.next_logits(mx.array(t), p) for t, p in LEVELS])
     tokens = [token for level, _ in LEVELS for token in level]
     parents = [parent for _, level in LEVELS for parent in level]
     for node in range(len(tokens)):
-        alone = session_of(kind, name)
+        alone = session_of(kind, name).source
         alone.begin_draft(SIZE)
         logits = alone.next_logits(None)
         for token in (tokens[i] for i in path_to(node, parents)):
