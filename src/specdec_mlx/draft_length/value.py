@@ -50,7 +50,7 @@ MayFork = Callable[[], bool]
 Propose = Callable[[int], Draft]
 
 
-class DraftLength:
+class DraftLength(ABC):
     """Chooses the draft length of each round of one generation, and learns from the rounds.
 
     `part` is the key of the drafter that is asked, one of several in a combination;
@@ -60,12 +60,12 @@ class DraftLength:
 
     values_drafts: ClassVar[bool] = False
 
+    @abstractmethod
     def limit(self, part: str, cheap: bool) -> int:
         """Most tokens to draft now, >= 0; decided before anything is drawn.
 
         cheap: True if proposing is free, so that more may be asked for than `cut` keeps.
         """
-        raise NotImplementedError
 
     def cut(self, part: str, draft: Draft) -> int:
         """How many tokens of a point-mass draft to keep, 0 to K; by default all.
@@ -75,7 +75,7 @@ class DraftLength:
         """
         return len(draft)
 
-    def record(self, round_: RoundRecord) -> None:
+    def record(self, round_: RoundRecord) -> None:  # noqa: B027  # optional
         """Learn from a finished round; by default nothing."""
 
     def begin(self, part: str, session: Session, may_fork: MayFork) -> Propose:
@@ -116,7 +116,7 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
     Raises UnknownNameError, or ValueError for what is no int >= 0, no policy or no tuning.
     """
     if tuning is not None and not isinstance(tuning, Tuning):
-        raise wrong("tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None")
+        raise wrong("tuning", tuning, "None or specdec_mlx.drafters.Tuning.load(path)")
     if isinstance(choice, str):
         if choice != AUTO:
             raise UnknownNameError(

@@ -27,7 +27,7 @@ class Rows:
 
     def rows(self) -> Sequence[Row]:
         """The table, one dict a row."""
-        raise NotImplementedError
+        raise NotImplementedError  # no ABC: records of msgspec inherit it, and have a metaclass
 
     def to_csv(self, path: Path | str) -> None:
         """Write the table as UTF-8, comma-separated, with a header; None becomes empty."""
