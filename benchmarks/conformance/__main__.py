@@ -39,7 +39,11 @@ def ask(name: str, folder: Path) -> dict[str, Any]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
     command = [python, "-m", "benchmarks.conformance", "--ask", name]
     done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=True, text=True
+        command,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
     )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -72,7 +76,12 @@ def page(results: dict[str, dict[str, Any]], date: str) -> str:
     for column in QUESTIONS:
         words = [results[name]["answers"][column]["word"] for name in names]
         lines.append(f"| {column} | {' | '.join(words)} |")
-    lines += ["", f"Run on {date} on a CPU, with mlx {results[names[0]]['mlx']}.", "", "## Evidence"]
+    lines += [
+        "",
+        f"Run on {date} on a CPU, with mlx {results[names[0]]['mlx']}.",
+        "",
+        "## Evidence",
+    ]
     for name in names:
         lines += ["", f"### {name}", "", f"Called: {results[name]['calls']}.", ""]
         given = results[name]["answers"].items()
@@ -86,7 +95,9 @@ MARK = "<!-- The rest of this page is written by benchmarks.conformance. -->\n"
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance")
-    parser.add_argument("folder", nargs="?", type=Path, help="where environments and answers are kept")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="where environments and answers are kept"
+    )
     parser.add_argument("--peer", action="append", choices=PEERS, help="repeatable; all by default")
     parser.add_argument("--page", type=Path, help="a page whose table and evidence are replaced")
     parser.add_argument("--ask", choices=PEERS, help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
 """How each package is called: its public functions with its own defaults, on a target of ours.
 
 A function of a package takes the target, the prompt and a `Call`, and returns a `Written`. It
-raises `NotOffered` for what the package's functions have no argument for.
+raises `NotOfferedError` for what the package's functions have no argument for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import make_sampler
 from benchmarks.conformance.targets import HYBRID, PLAIN, VOCAB, Call, plain_text, target
 
 
-class NotOffered(Exception):
+class NotOfferedError(Exception):
     """The package has no argument for what was asked."""
 
 
@@ -71,7 +71,7 @@ def taken(steps: Generator[Any, None, None], call: Call) -> list[Any]:
 
 
 def noisy_copy(model: nn.Module, spread: float = 0.05) -> nn.Module:
-    """A draft model: the target with noise on its weights, so that it is often right, not always."""
+    """A draft model: the target with noise on its weights. It is often right, but not always."""
     copy = target(model.model_type)
     mx.random.seed(1)
     copy.update(
@@ -124,8 +124,14 @@ def ours_together(drafter: Any) -> Together:
         import specdec_mlx as sd
 
         given = drafter(sd, model) if is_drafted else None
-        how = {"max_tokens": call.max_tokens, "drafter": given, "num_draft_tokens": 4}
-        words = Tokenizer(WordLevel({chr(97 + token): token for token in range(VOCAB)}, unk_token="a"))
+        how: dict[str, Any] = {
+            "max_tokens": call.max_tokens,
+            "drafter": given,
+            "num_draft_tokens": 4,
+        }
+        words = Tokenizer(
+            WordLevel({chr(97 + token): token for token in range(VOCAB)}, unk_token="a")
+        )
         tokenizer = TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=words))
         texts: list[list[int]] = [[] for _ in prompts]
         for response in sd.batch_stream_generate(model, tokenizer, prompts, **how):
@@ -159,7 +165,9 @@ def mlx_lm(model: nn.Module, prompt: list[int], call: Call) -> Written:
         quantized_kv_start=0,
     )
     items = taken(steps, call)
-    return Written([int(token) for token, _, _ in items], None, sum(bool(item[2]) for item in items))
+    return Written(
+        [int(token) for token, _, _ in items], None, sum(bool(item[2]) for item in items)
+    )
 
 
 def mlx_optiq(model: nn.Module, prompt: list[int], call: Call) -> Written:
@@ -190,9 +198,9 @@ def mlx_dspark(model: nn.Module, prompt: list[int], call: Call) -> Written:
     from mlx_dspark import Target, lookup_generate
 
     if call.processors:
-        raise NotOffered("lookup_generate has no logits processors")
+        raise NotOfferedError("lookup_generate has no logits processors")
     if call.close_after is not None:
-        raise NotOffered("lookup_generate returns the whole text at its end")
+        raise NotOfferedError("lookup_generate returns the whole text at its end")
     counts = [0, 0]
 
     def add(*, drafted: int, accepted: int, **_: Any) -> None:
@@ -221,7 +229,7 @@ def vision_target(name: str) -> nn.Module:
 
     module = import_module("mlx_vlm.models.qwen3_5")
     if name not in (PLAIN, HYBRID):
-        raise NotOffered("no head of this package was made for a tiny model with windows")
+        raise NotOfferedError("no head of this package was made for a tiny model with windows")
     config = module.ModelConfig(
         model_type="qwen3_5",
         text_config=module.TextConfig(**VISION_TEXT),
@@ -337,8 +345,10 @@ def mlx_vlm(kind: str) -> Write:
     def write(model: nn.Module, prompt: list[int], call: Call) -> Written:
         head = vision_head(kind)
         if call.cache is not None:
-            raise NotOffered("caches of its heads' targets are made by the package")
-        tokens = [t for t, _ in vision_steps(model, prompt, call, draft_model=head, draft_kind=kind)]
+            raise NotOfferedError("caches of its heads' targets are made by the package")
+        tokens = [
+            t for t, _ in vision_steps(model, prompt, call, draft_model=head, draft_kind=kind)
+        ]
         return Written(tokens, sum(head.draft_lens), sum(head.accept_lens))
 
     return write
@@ -385,13 +395,15 @@ def dflash_mlx(model: nn.Module, prompt: list[int], call: Call) -> Written:
     import tiny
 
     if call.temp:
-        raise NotOffered("stream_dflash_generate has no temperature")
+        raise NotOfferedError("stream_dflash_generate has no temperature")
     if call.processors:
-        raise NotOffered("stream_dflash_generate has no logits processors")
+        raise NotOfferedError("stream_dflash_generate has no logits processors")
     if call.cache is not None:
-        raise NotOffered("stream_dflash_generate makes its own caches")
+        raise NotOfferedError("stream_dflash_generate makes its own caches")
     if call.kv_bits:
-        raise NotOffered("quantize_kv_cache has no plain mode that its text could be compared with")
+        raise NotOfferedError(
+            "quantize_kv_cache has no plain mode that its text could be compared with"
+        )
     width = model.layers[0].input_layernorm.weight.size
     args = DFlashDraftModelArgs.from_dict(
         VISION_TEXT
@@ -500,13 +512,15 @@ PEERS: dict[str, Peer] = {
     ),
     "mlx-lm": Peer("mlx-lm", "mlx-lm", "`speculative_generate_step`", mlx_lm),
     "mlx-optiq": Peer("mlx-optiq", "mlx-optiq>=0.7", "`ngram_generate_step`", mlx_optiq),
-    "mlx-dspark": Peer("mlx-dspark", "mlx-dspark>=0.20", "`lookup_generate`", mlx_dspark, mlx_dspark_plain),
+    "mlx-dspark": Peer(
+        "mlx-dspark", "mlx-dspark>=0.20", "`lookup_generate`", mlx_dspark, mlx_dspark_plain
+    ),
     "dflash-mlx": Peer("dflash-mlx", "dflash-mlx", "`stream_dflash_generate`", dflash_mlx),
 } | {
     f"mlx-vlm, {kind}": Peer(
         "mlx-vlm",
         "mlx-vlm>=0.7",
-        f"`generate_step` with `draft_kind=\"{kind}\"`; `BatchGenerator` for several",
+        f'`generate_step` with `draft_kind="{kind}"`; `BatchGenerator` for several',
         mlx_vlm(kind),
         vision_plain,
         vision_target,

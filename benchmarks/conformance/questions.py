@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from benchmarks.conformance.peers import NotOffered, Peer
+from benchmarks.conformance.peers import NotOfferedError, Peer
 from benchmarks.conformance.targets import (
     HYBRID,
     PLAIN,
@@ -22,7 +22,6 @@ from benchmarks.conformance.targets import (
     distribution,
     plain_text,
     prompt,
-    target,
 )
 
 NUM_PROMPTS = 8
@@ -123,12 +122,14 @@ def sampled(peer: Peer) -> Answer:
     p_value = float(chi2.sf(((got - due) ** 2 / due).sum(), freedom))
     limit = chi2.isf(FALSE_ALARM, freedom)
     reach = next(
-        tv for tv in np.arange(0.01, 1, 0.005)
+        tv
+        for tv in np.arange(0.01, 1, 0.005)
         if ncx2.sf(limit, freedom, NUM_DRAWS * 4 * tv**2) >= POWER
     )
     evidence = (
         f"{NUM_DRAWS} texts of {1 + DRAWN_TOKENS} tokens in {len(due)} cells, {accepted} accepted, "
-        f"p = {p_value:.2g}; a total variation of {reach:.3f} over the cells is found with {POWER:.0%}"
+        f"p = {p_value:.2g}. A total variation of {reach:.3f} over the cells is found with a "
+        f"probability of {POWER:.0%}"
     )
     if p_value < FALSE_ALARM:
         return Answer(NO, evidence)
@@ -158,7 +159,10 @@ def seeds(peer: Peer) -> Answer:
         again += first.tokens == peer.write(model, tokens, call).tokens
         plain += first.tokens == undrafted(peer, model, tokens, call)
         accepted += first.num_accepted or 0
-    evidence = f"{again} of {NUM_PROMPTS} repeat, {plain} equal the text without drafts, {accepted} accepted"
+    evidence = (
+        f"{again} of {NUM_PROMPTS} texts repeat, {plain} equal the text without drafts, "
+        f"{accepted} accepted"
+    )
     if again < NUM_PROMPTS:
         return Answer(NO, evidence)
     return Answer(YES if plain == NUM_PROMPTS else "repeats; drafts change it", evidence)
@@ -170,7 +174,11 @@ def undrafted(peer: Peer, model: nn.Module, tokens: list[int], call: Call) -> li
         import specdec_mlx as sd
 
         steps = sd.speculate(
-            model, tokens, max_tokens=call.max_tokens, sampler=make_sampler(call.temp), seed=call.seed
+            model,
+            tokens,
+            max_tokens=call.max_tokens,
+            sampler=make_sampler(call.temp),
+            seed=call.seed,
         )
         return [token.token for token in steps]
     return peer.plain(model, tokens, call)
@@ -196,7 +204,9 @@ def raised(peer: Peer) -> Answer:
         except BrokenProcessorError:
             texts += 1
         expected = peer.plain(model, tokens, Call())
-        if peer.write(model, tokens, Call()).tokens != expected or not is_prefix(model, cache, tokens):
+        if peer.write(model, tokens, Call()).tokens != expected or not is_prefix(
+            model, cache, tokens
+        ):
             wrong.append(seed)
     evidence = f"{texts} of {NUM_PROMPTS} texts broken off by a processor"
     if wrong:
@@ -260,13 +270,15 @@ def continued(peer: Peer, close_after: int | None) -> Answer:
 def several(peer: Peer) -> Answer:
     """Two and four texts at once: drafts change nothing in a batch."""
     if peer.together is None:
-        raise NotOffered("no batches with drafts")
+        raise NotOfferedError("no batches with drafts")
     model, wrong, alone = peer.target(PLAIN), [], 0
     for count in (2, 4):
         prompts = [prompt(seed, 80 + 8 * seed) for seed in range(count)]
         drafted, plain = (peer.together(model, prompts, Call(), flag) for flag in (True, False))
         wrong += [(count, row) for row in range(count) if drafted[row] != plain[row]]
-        alone += sum(drafted[row] == peer.plain(model, prompts[row], Call()) for row in range(count))
+        alone += sum(
+            drafted[row] == peer.plain(model, prompts[row], Call()) for row in range(count)
+        )
     evidence = (
         "2 and 4 texts of 60 tokens, prompts of different lengths, beside the same batch without "
         f"drafts; {alone} of 6 equal the text alone"
@@ -295,7 +307,7 @@ def answers(peer: Peer, asked: list[str] | None = None) -> Iterator[tuple[str, A
     for column in asked or QUESTIONS:
         try:
             yield column, QUESTIONS[column](peer)
-        except NotOffered as error:
+        except NotOfferedError as error:
             yield column, Answer(NOT_OFFERED, str(error))
         except (ValueError, NotImplementedError) as error:
             # MLX's own errors begin with the operation in brackets: nobody refused anything

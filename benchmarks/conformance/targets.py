@@ -73,7 +73,7 @@ def plain_text(model: nn.Module, tokens: Sequence[int], call: Call) -> list[int]
     """The reference: the text of mlx-lm's plain `generate_step` with the same options."""
     mx.random.seed(call.seed)
     steps = generate_step(
-        mx.array(tokens),
+        mx.array(list(tokens)),
         model,
         max_tokens=call.max_tokens,
         sampler=make_sampler(call.temp),
@@ -88,7 +88,7 @@ def plain_text(model: nn.Module, tokens: Sequence[int], call: Call) -> list[int]
 
 def distribution(model: nn.Module, tokens: Sequence[int], length: int) -> np.ndarray:
     """Probability of every text of `length` tokens at temperature 1, [VOCAB ** length], float64."""
-    chances = np.ones(1)
+    chances: np.ndarray = np.ones(1)
     for depth in range(length):
         prefixes = np.indices((VOCAB,) * depth).reshape(depth, VOCAB**depth).T
         batch = np.hstack([np.tile(tokens, (len(prefixes), 1)), prefixes]).astype(np.int32)
@@ -96,4 +96,4 @@ def distribution(model: nn.Module, tokens: Sequence[int], length: int) -> np.nda
         rows = [getattr(part, "logits", part)[:, -1] for part in parts]  # mlx-vlm has more
         logprobs = mx.concatenate([row - mx.logsumexp(row, -1, keepdims=True) for row in rows])
         chances = (chances[:, None] * np.exp(np.array(logprobs, np.float64))).reshape(-1)
-    return chances / chances.sum()
+    return np.asarray(chances / chances.sum())
