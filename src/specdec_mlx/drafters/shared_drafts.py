@@ -82,8 +82,7 @@ class SharedPasses:
             tokens = [draws.draw(row) for draws, row in zip(every, self.logits(made), strict=True)]
             mx.async_eval(tokens)
         for session, draws in zip(self.sessions, every, strict=True):
-            session.drawn = draws
-            session.source.hold_draft(limit - 1)
+            session.set_draft(draws)
 
     def update(self) -> None:
         """Drop the texts that ended, let new ones in, go back to what was kept of the others."""
@@ -204,6 +203,11 @@ class SharedSession(Session):
             self.passes.draft(limit, self)
         self.was_asked = True
         return self.drawn
+
+    def set_draft(self, draws: ChainDraws) -> None:
+        """Take the draft of this round; a model's row holds all but its last token."""
+        self.drawn = draws
+        self.source.hold_draft(len(draws) - 1)
 
     @property
     def reads_target(self) -> bool:
