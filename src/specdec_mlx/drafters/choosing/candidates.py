@@ -135,8 +135,8 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
         found = known[0]
         lines.insert(0, f"{found} drafts: fetched, as known for {name}.")
     if found is None:
-        ways = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
-        lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{ways}")
+        more = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
+        lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{more}")
     return FoundModel(found, lines)
 
 
