@@ -26,7 +26,7 @@ from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import shared_drafts
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.shared_drafts import SharedDrafts, SharedPasses, SharedSession
+from specdec_mlx.drafters.shared_drafts import DraftPasses, SharedDrafts, SharedSession
 from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.options import Options
 
@@ -205,13 +205,13 @@ def test_a_head_begins_where_the_prompt_was_not_read_before(monkeypatch: Any) ->
 
 
 def test_all_rows_draft_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths, real = [], SharedPasses.draft
+    widths, real = [], DraftPasses.draft
 
-    def draft(self: SharedPasses, *asked: Any) -> None:
+    def draft(self: DraftPasses, *asked: Any) -> None:
         real(self, *asked)
         widths.append(len(self.sessions))
 
-    monkeypatch.setattr(SharedPasses, "draft", draft)
+    monkeypatch.setattr(DraftPasses, "draft", draft)
     batch = Batch("qwen2", max_rows=4, num_draft_tokens=3)
     assert max(widths) == 4
     assert len(widths) < max(map(len, batch.texts.values()))  # one a round, not one a text

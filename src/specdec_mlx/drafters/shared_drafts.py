@@ -27,7 +27,7 @@ from specdec_mlx.exactness.probe import can_hold_rows
 class SharedDrafts:
     """What the texts of a batch share of their drafters; `DraftContext.shared_drafts`."""
 
-    _by_model: dict[tuple[int, type], tuple[Any, SharedPasses | None]] = field(default_factory=dict)
+    _by_model: dict[tuple[int, type], tuple[Any, DraftPasses | None]] = field(default_factory=dict)
 
     def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin a text beside others; alone for trees, and where passes cannot be shared."""
@@ -42,7 +42,7 @@ class SharedDrafts:
         return SharedSession(passes, alone)
 
 
-def passes_of(drafter: Any) -> SharedPasses | None:
+def passes_of(drafter: Any) -> DraftPasses | None:
     """Shared passes of its model, or of a head with one layer; None where there cannot be any."""
     model, kind = drafter.model, type(drafter)
     is_head = kind is HeadDrafter and getattr(model, "moves_on", False)
@@ -51,11 +51,11 @@ def passes_of(drafter: Any) -> SharedPasses | None:
     fresh = make_prompt_cache(model)
     may_share = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
     caches = BatchCaches.like(fresh) if may_share else None
-    return None if caches is None else SharedPasses(model, caches, is_head)
+    return None if caches is None else DraftPasses(model, caches, is_head)
 
 
 @dataclass
-class SharedPasses:
+class DraftPasses:
     """Passes over several texts, each of which is a row of the caches.
 
     is_head: the model is a head, which reads a state and the token after it. sessions: of the
@@ -177,7 +177,7 @@ class SharedSession(Session):
     has_ended = was_asked = False
     drawn: ChainDraws | None = None
 
-    def __init__(self, passes: SharedPasses, alone: WritingSession) -> None:
+    def __init__(self, passes: DraftPasses, alone: WritingSession) -> None:
         self.passes = passes
         self.alone = alone
         self.source: Any = alone.source
