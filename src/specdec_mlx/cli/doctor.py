@@ -62,13 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the installation, a recommendation and problems. Exit status 1 if there are any."""
-    installation = inspect_installation()
-    print("\n".join(f"{name:<12} {value}" for name, value in table(installation)))
-    if installation.openblas:
-        print(
-            f"\nrecommended: {OPENBLAS}\nexport {as_shell(installation.openblas | {THREADS: '1'})}"
-        )
-    problems = list(problems_of(installation))
+    here = inspect_installation()
+    print("\n".join(f"{name:<12} {value}" for name, value in table(here)))
+    if here.openblas:
+        print(f"\nrecommended: {OPENBLAS}\nexport {as_shell(here.openblas | {THREADS: '1'})}")
+    problems = list(problems_of(here))
     for problem in problems:
         print(f"\nwarning: {problem}")
     return 1 if problems else 0
@@ -93,37 +91,34 @@ def inspect_installation() -> Installation:
     )
 
 
-def table(installation: Installation) -> Iterator[tuple[str, str]]:
+def table(here: Installation) -> Iterator[tuple[str, str]]:
     """Names and values for a bug report."""
-    backends = ", ".join(f"{name} {number}" for name, number in installation.backends.items())
+    backends = ", ".join(f"{name} {number}" for name, number in here.backends.items())
     yield "specdec-mlx", specdec_mlx.__version__
-    yield "backend", f"{installation.runs_on} ({backends})" if backends else installation.runs_on
-    yield "device", installation.device
-    if installation.blas is not None:
-        is_exact = installation.blas == REFERENCE_BLAS
+    yield "backend", f"{here.runs_on} ({backends})" if backends else here.runs_on
+    yield "device", here.device
+    if here.blas is not None:
+        is_exact = here.blas == REFERENCE_BLAS
         rows = "bit-equal to one" if is_exact else "equal to one up to 1e-4"
-        yield "BLAS", f"{installation.blas} (logits of several rows are {rows} in float32)"
-    yield "mlx", installation.mlx
-    yield "mlx-lm", installation.mlx_lm
+        yield "BLAS", f"{here.blas} (logits of several rows are {rows} in float32)"
+    yield "mlx", here.mlx
+    yield "mlx-lm", here.mlx_lm
     yield "Python", platform.python_version()
     yield "system", f"{platform.platform()}, {os.cpu_count()} cores"
 
 
-def problems_of(installation: Installation) -> Iterator[str]:
+def problems_of(here: Installation) -> Iterator[str]:
     """Problems of an installation, each a sentence and the command that solves it."""
-    if len(installation.backends) > 1:
-        both = (
-            f"{' and '.join(installation.backends)} are both installed and own one file, libmlx.so"
-        )
-        yield f"{both}: the one installed last runs. {reinstall(installation.backends)}"
-    elif any(number != installation.mlx for number in installation.backends.values()):
-        name, number = next(iter(installation.backends.items()))
-        problem = f"{name} {number} is not of mlx's version, {installation.mlx}."
-        yield f"{problem} {reinstall(installation.backends)}"
-    elif installation.runs_on == "cpu" and any("cuda" in name for name in installation.backends):
-        what = f"{next(iter(installation.backends))} finds no GPU, so that all runs on the CPU."
+    if len(here.backends) > 1:
+        both = f"{' and '.join(here.backends)} are both installed and own one file, libmlx.so"
+        yield f"{both}: the one installed last runs. {reinstall(here.backends)}"
+    elif any(number != here.mlx for number in here.backends.values()):
+        name, number = next(iter(here.backends.items()))
+        yield f"{name} {number} is not of mlx's version, {here.mlx}. {reinstall(here.backends)}"
+    elif here.runs_on == "cpu" and any("cuda" in name for name in here.backends):
+        what = f"{next(iter(here.backends))} finds no GPU, so that all runs on the CPU."
         yield f"{what} Look at what nvidia-smi says."
-    if installation.blas == REFERENCE_BLAS and not installation.openblas:
+    if here.blas == REFERENCE_BLAS and not here.openblas:
         yield f'{OPENBLAS} pip install "specdec-mlx[cpu]"'
-    if installation.refusal is not None:
-        yield installation.refusal
+    if here.refusal is not None:
+        yield here.refusal
