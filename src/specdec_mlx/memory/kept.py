@@ -108,10 +108,8 @@ class KeptFile(ABC):
             if identity not in others:
                 others[identity] = self.empty()
                 if self.path is not None:
-                    message = (
-                        "%s is left out: it has another tokenizer's token ids than this model."
-                    )
-                    logging.getLogger(__name__).warning(message, self.path)
+                    text = "%s is left out: it has another tokenizer's token ids than this model."
+                    logging.getLogger(__name__).warning(text, self.path)
             return others[identity]
 
     def merge(self: K, other: K) -> None:
@@ -122,13 +120,13 @@ class KeptFile(ABC):
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise TokenizerMismatchError for another tokenizer. The first one is accepted."""
-        fingerprint, self.refuses_others = fingerprint_of(tokenizer), True
+        theirs, self.refuses_others = fingerprint_of(tokenizer), True
         if self.tokenizer is None:
-            self.tokenizer = fingerprint
-        if self.tokenizer != fingerprint:
+            self.tokenizer = theirs
+        if self.tokenizer != theirs:
             raise TokenizerMismatchError(
                 f"The {self.what} {self.path or 'that was given'} holds token ids of tokenizer "
-                f"{self.tokenizer}, the target's is {fingerprint}. Give a {self.what} that was "
+                f"{self.tokenizer}, the target's is {theirs}. Give a {self.what} that was "
                 "written with this model's tokenizer, or make one: specdec-mlx memory build "
                 "--tokenizer MODEL FILES."
             )
