@@ -125,6 +125,21 @@ class TextRequest:
     user: str = ""
     key: str = ""
 
+    @property
+    def offered_tools(self) -> list[Object]:
+        """The tools that the chat template shows, and that a text may call."""
+        return [] if self.tool_choice == NONE else self.tools
+
+    @property
+    def is_forced(self) -> bool:
+        """True if the text must be a call: of any tool, or of the one that `tool_choice` names."""
+        return bool(self.tools) and self.tool_choice not in (AUTO, NONE)
+
+    @property
+    def has_grammar(self) -> bool:
+        """True if the answer is kept to a grammar."""
+        return self.grammar is not None or self.is_forced
+
 
 @dataclass(frozen=True)
 class TokenLogprob:

@@ -25,7 +25,7 @@ from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import ThoughtBudget, grammar_for, has_grammar, within
+from specdec_mlx.server.forced import ThoughtBudget, grammar_for, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import check_length, encoded, read_prompt, too_long
@@ -113,7 +113,7 @@ def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
             grammar.begin(compiled_tokenizer(tokenizer))
         return grammar
 
-    return within(make) if has_grammar(request) else None
+    return within(make) if request.has_grammar else None
 
 
 class AskedText:
@@ -208,7 +208,7 @@ class AskedText:
     def may_end_early(self) -> bool:
         """True if it may end at another token than the end token."""
         return (
-            bool(self.request.stop) or not self.request.parallel_calls or has_grammar(self.request)
+            bool(self.request.stop) or not self.request.parallel_calls or self.request.has_grammar
         )
 
     def embeddings(self, caches: list[Any]) -> mx.array | None:

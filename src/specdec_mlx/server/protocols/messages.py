@@ -219,9 +219,9 @@ class MessageReply(ItemReply):
     def write(self, choice: int, event: Event) -> Pieces:
         """The bytes of an event."""
         if self.content["usage"] is None:
-            is_progress = isinstance(event, PromptProgress)
-            counts = (event.total, event.num_cached) if is_progress else (0, 0)
-            self.content["usage"] = _usage(*counts)
+            self.content["usage"] = _usage(0, 0)
+            if isinstance(event, PromptProgress):
+                self.content["usage"] = _usage(event.total, event.num_cached)
             yield _event("message_start", message=self.content)
         yield from super().write(choice, event)
 

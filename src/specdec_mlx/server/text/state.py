@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from specdec_mlx.drafters.thoughts import Thought
-from specdec_mlx.server.forced import is_bare_call, is_forced, reads_calls, tools_for
+from specdec_mlx.server.forced import is_bare_call, reads_calls
 from specdec_mlx.server.requests import CallBroken, Ended, Event, TextPiece, TextRequest
 from specdec_mlx.server.text.calls import CallReader
 from specdec_mlx.server.text.logprobs import SeenLogprobs, token_logprob
@@ -79,9 +79,9 @@ class TextState:
         self.ended: str | None = None
         self.num_written = self.num_thought = self.num_calls = self.accepted = 0
         self._tokenizer, self._request = tokenizer, request
-        self._tools = tools_for(request)
+        self._tools = request.offered_tools
         self._is_bare = is_bare_call(request, tokenizer)
-        self._is_forced = is_forced(request)
+        self._is_forced = request.is_forced
         has_schema = request.grammar is not None and not self._is_forced
         is_plain = request.messages is None or has_schema or self._is_bare
         self._has_calls = reads_calls(request, tokenizer)
