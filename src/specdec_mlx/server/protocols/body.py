@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct, field
 
-from specdec_mlx.arguments import parse_draft_length, shown, split_spec
+from specdec_mlx.arguments import parse_draft_length, short_repr, split_spec
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import TEMPS, is_temp
@@ -112,7 +112,7 @@ def checked(value: Any, kind: type[S]) -> S:
         value = value[int(step) if isinstance(value, list) else step]
     expected = words.replace("Expected", "expected").partition(", got ")[0]
     if name:
-        expected = f"{name}: {expected.replace(' | null', '')}, got {shown(value)}"
+        expected = f"{name}: {expected.replace(' | null', '')}, got {short_repr(value)}"
     raise RequestError(expected, param=name or None)
 
 
@@ -321,7 +321,7 @@ def _draft_length(body: Body) -> int | str | None:
     except ValueError:
         raise RequestError(
             f"num_draft_tokens: expected an int >= 0 (at most {LONGEST_DRAFT} count) or auto, got "
-            f"{shown(value)}"
+            f"{short_repr(value)}"
         ) from None
     return length if isinstance(length, str) else min(length, LONGEST_DRAFT)
 
