@@ -147,12 +147,14 @@ def _of_chat(
     if tools := request.offered_tools:
         names["tools"] = tools
 
-    def render(messages: list[Object], **ending: bool) -> str:
+    def render(messages: list[Object], **ending: Any) -> str:
         taken = messages if sight is None else sight.contents(messages)
         return str(tokenizer.apply_chat_template(taken, tokenize=False, **names, **ending))
 
-    ending = "continue_final_message" if request.continues else "add_generation_prompt"
-    text, messages = _accepted(partial(render, **{ending: True}), messages)
+    ending: Object = {
+        "continue_final_message" if request.continues else "add_generation_prompt": True
+    }
+    text, messages = _accepted(partial(render, **ending), messages)
     prompt = _read(text, request, tokenizer, most, sight)
     if finds_ends:
         system = [*takewhile(lambda message: message["role"] == "system", messages)]
