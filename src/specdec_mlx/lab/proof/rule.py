@@ -176,20 +176,18 @@ class RuleConformance(Conformance):
         is_same = moved == global_state[0].tolist()
         self.require(is_same, "deciding moved MLX's global random state.")
         for question in (self.asked[0], self.asked[-1]):
+
+            def traced(logprobs: mx.array, question: Question = question) -> list[mx.array]:
+                answer = replace(question, logprobs=logprobs).ask(self.subject)
+                return list(answer.arrays().values())
+
             try:
-                mx.compile(partial(self._arrays, question))(question.logprobs)
+                mx.compile(traced)(question.logprobs)
             except ValueError as error:  # a trace has no numbers
                 self.require("[eval]" in str(error), f"decide() raised {error}.")
-                self.require(
-                    False,
-                    "decide() waits for numbers; a round waits once, after the verdict.",
-                    LAZY,
-                )
+                what = "decide() waits for numbers; a round waits once, after the verdict."
+                self.require(False, what, LAZY)
         return f"{len(self.asked)} answers are the same again, and none is waited for"
-
-    def _arrays(self, question: Question, logprobs: mx.array) -> list[mx.array]:
-        answer = replace(question, logprobs=logprobs).ask(self.subject)
-        return list(answer.arrays().values())
 
     def greedy(self) -> str:
         """At temperature 0, and with samplers that can only be called, the target decides.
@@ -340,18 +338,17 @@ class _OwnNoise(Noise):
 
 def _vectorised(
     decide: Callable[..., dict[str, mx.array]], *given: mx.array
-) -> list[dict[str, Any]]:
-    """Results for each row of what is given; one by one where MLX has to."""
+) -> Iterator[dict[str, Any]]:
+    """Numbers for each row of what is given; one by one where MLX has to."""
     try:
-        results = mx.vmap(decide)(*given)
-        mx.eval(results)
+        arrays = mx.vmap(decide)(*given)
+        columns = [array.tolist() for array in arrays.values()]
+        yield from (dict(zip(arrays, row, strict=True)) for row in zip(*columns, strict=True))
     except ValueError as error:
         if "vmap" not in str(error):
             raise
-        rows = [decide(*row) for row in zip(*given, strict=True)]
-        results = {name: mx.stack([row[name] for row in rows]) for name in rows[0]}
-    columns: Any = [array.tolist() for array in results.values()]
-    return [dict(zip(results, row, strict=True)) for row in zip(*columns, strict=True)]
+        for row in zip(*given, strict=True):
+            yield {name: array.tolist() for name, array in decide(*row).items()}
 
 
 def _log(probs: np.ndarray) -> mx.array:
