@@ -257,9 +257,9 @@ def with_remembered_models(part: Any, context: list[int]) -> Any:
     if not dataclasses.is_dataclass(part) or as_drafter(part).features is not None:
         return part
     changed = copy.copy(part)
-    for field in dataclasses.fields(part):
-        value = with_remembered_models(getattr(part, field.name), context)
-        object.__setattr__(changed, field.name, value)
+    for member in dataclasses.fields(part):
+        value = with_remembered_models(getattr(part, member.name), context)
+        object.__setattr__(changed, member.name, value)
     return as_drafter(changed)
 
 
