@@ -314,14 +314,14 @@ class ScriptedGeneration:
             require(isinstance(draft, Draft), f"propose() returned {kind}.", part="protocol")
             with blaming("propose()", part="protocol"):
                 check_draft(draft, self.check.vocab_size)
-                draft = replace(draft, tokens=to_list(draft.tokens))
-                check_drafted(draft.tokens, self.check.vocab_size)
-            size = len(draft)
+                tokens = to_list(draft.tokens)
+                check_drafted(tokens, self.check.vocab_size)
+            draft, size = replace(draft, tokens=tokens), len(tokens)
             require(size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol")
             is_whole = draft.evidence is None or len(draft.evidence) == size
             require(is_whole, "evidence has to be one for each token.", part="protocol")
             if draft.logprobs is not None and size:
-                own: Any = draft.logprobs[mx.arange(size), to_ids(draft.tokens)][:, None]
+                own: Any = draft.logprobs[mx.arange(size), to_ids(tokens)][:, None]
                 masses: Any = mx.exp(draft.logprobs).sum(-1)
                 with blaming("propose()", part="distribution"):
                     check_distribution(masses.tolist(), own.tolist())

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import compress, islice
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -214,9 +214,9 @@ class Remembered(nn.Module):  # type: ignore[misc]
         held, _ = cache[0].update_and_fetch(rows, rows)
         fed = to_list(held[0, 0, :, 0])
         layout = getattr(cache[0], "rows", None)
-        sees = np.tri(ids.shape[1]) if layout is None else np.array(layout.sees)
-        start = len(fed) - sees.shape[1]
-        texts = [fed[:start] + [fed[start + i] for i in np.flatnonzero(row)] for row in sees]
+        sees = np.tri(ids.shape[1]).tolist() if layout is None else layout.sees.tolist()
+        start = len(fed) - len(sees[0])
+        texts = [[*fed[:start], *compress(fed[start:], row)] for row in sees]
         # the longest text first: its pass brings the rows of those before it
         return mx.stack([self.after(text) for text in reversed(texts)][::-1])[None]
 
