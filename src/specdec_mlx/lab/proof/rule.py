@@ -30,6 +30,7 @@ from specdec_mlx.lab.proof.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.lab.proof.conformance import Conformance
 from specdec_mlx.lab.proof.law import (
     Comparison,
+    Drawn,
     Tokens,
     continued,
     enumerated,
@@ -38,6 +39,7 @@ from specdec_mlx.lab.proof.law import (
     pairs,
     sources,
     state_after,
+    up_to,
 )
 from specdec_mlx.rules import CoinRule
 from specdec_mlx.sampling import Noise, Sampling
@@ -109,12 +111,10 @@ class Question:
 def questions(sampler: Callable[[mx.array], mx.array]) -> Iterator[Question]:
     """Drafts of 1 to 3 tokens, each as one that was drawn and as a point mass."""
     for seed, (target, draft, num_draft, _) in enumerate([*pairs(), *pairs()]):
-        rng, tokens = np.random.default_rng(seed), tuple[int, ...]()
-        for _ in range(num_draft):
-            probs = draft.after(0, tokens)
-            tokens = (*tokens, int(rng.choice(len(probs), p=probs)))
-        logprobs, draft_logprobs = _log(target.along(0, tokens)), _log(draft.along(0, tokens)[:-1])
-        for declared in (draft_logprobs, None):
+        drafts = list(Drawn(draft, up_to(num_draft)).drafts(0))
+        _, tokens, probs = drafts[seed % len(drafts)]
+        logprobs = _log(target.along(0, tokens))
+        for declared in (_log(probs), None):
             yield Question(logprobs, tokens, declared, sampler, Noise(seed))
 
 
