@@ -43,31 +43,21 @@ def context_for(drafter: Drafter, context: DraftContext) -> DraftContext:
 
 
 class CombinedSession(Session):
-    """One generation of several drafters, which are asked in its place."""
+    """One generation of several drafters.
 
-    def __init__(self, keyed: Sequence[tuple[str, Session]], *, in_one_group: bool = False) -> None:
-        """keyed: sessions, each with its drafter's key. in_one_group: they compete."""
+    asked: the sessions to ask for drafts, in groups, each with its drafter's key.
+    """
+
+    def __init__(self, keyed: Sequence[tuple[str, Session]]) -> None:
+        """keyed: sessions, each with its drafter's key."""
         self.sessions = [session for _, session in keyed]
+        self.asked = [list(group) for key, session in keyed for group in session.groups(key)]
+        self.cheap = all(session.cheap for group in self.asked for _, session in group)
         self._parts = [part for key, session in keyed for part in session.parts(key)]
-        groups = [list(group) for key, session in keyed for group in session.groups(key)]
-        self._groups = [[*chain.from_iterable(groups)]] if in_one_group else groups
-        self.cheap = all(part.cheap for _, part in self._parts)
 
     def parts(self, key: str) -> Sequence[tuple[str, Session]]:
         """The parts of all of them."""
         return self._parts
-
-    def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
-        """The groups of all of them, in order, or one group."""
-        return self._groups
-
-    def propose(self, limit: int) -> Draft:
-        """The longest match in the first group that has a draft."""
-        for group in self._groups:
-            drafts = [draft for _, part in group if len(draft := part.propose(limit))]
-            if drafts:
-                return max(drafts, key=lambda draft: draft.match)
-        return NO_DRAFT
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell all of them."""
@@ -78,6 +68,28 @@ class CombinedSession(Session):
         """Close all of them."""
         for session in self.sessions:
             session.close(length)
+
+
+class GroupedSession(CombinedSession):
+    """One generation of several drafters, which are asked in its place."""
+
+    def __init__(self, keyed: Sequence[tuple[str, Session]], *, in_one_group: bool = False) -> None:
+        """in_one_group: they compete."""
+        super().__init__(keyed)
+        if in_one_group:
+            self.asked = [[*chain.from_iterable(self.asked)]]
+
+    def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
+        """The groups of all of them, in order, or one group."""
+        return self.asked
+
+    def propose(self, limit: int) -> Draft:
+        """The longest match in the first group that has a draft."""
+        for group in self.asked:
+            drafts = [draft for _, part in group if len(draft := part.propose(limit))]
+            if drafts:
+                return max(drafts, key=lambda draft: draft.match)
+        return NO_DRAFT
 
 
 @dataclass(frozen=True)
@@ -97,9 +109,9 @@ class FirstOf(Several):
         """The keys of its parts, in order."""
         return f"{type(self).__name__}({', '.join(one.key for one in self.drafters)})"
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin with each of them."""
-        return CombinedSession(self.begun(prompt, context))
+        return GroupedSession(self.begun(prompt, context))
 
     def begun(self, prompt: Sequence[int], context: DraftContext) -> Sequence[tuple[str, Session]]:
         """A session of each of them, with its key."""
@@ -126,6 +138,6 @@ class BestOf(FirstOf):
         drafters: at least one, else ValueError.
     """
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin with each of them, in one group."""
-        return CombinedSession(self.begun(prompt, context), in_one_group=True)
+        return GroupedSession(self.begun(prompt, context), in_one_group=True)

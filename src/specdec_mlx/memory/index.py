@@ -71,7 +71,7 @@ class ContextIndex:
         if not keys:
             return []
         start = bisect_left(keys, key)
-        difference = min([neighbour ^ key for neighbour in keys[max(0, start - 1) : start + 1]])
+        difference = min(map(key.__xor__, keys[max(0, start - 1) : start + 1]))
         longest = min(KNOWN - (difference.bit_length() + BITS - 1) // BITS, len(last))
         if longest < least:
             return []
