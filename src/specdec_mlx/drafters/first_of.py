@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter, Session
 from specdec_mlx.strangers import as_drafter, begin_session
@@ -97,6 +97,7 @@ class FirstOf(Several):
     """The draft of the first drafter that has one; each is asked only if those before had none."""
 
     drafters: tuple[Drafter, ...]
+    compete: ClassVar[bool] = False
 
     def __init__(self, *drafters: Any) -> None:
         if not drafters:
@@ -111,14 +112,11 @@ class FirstOf(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin with each of them."""
-        return GroupedSession(self.begun(prompt, context))
-
-    def begun(self, prompt: Sequence[int], context: DraftContext) -> Sequence[tuple[str, Session]]:
-        """A session of each of them, with its key."""
-        return [
+        keyed = [
             (one.key, begin_session(one, list(prompt), context_for(one, context)))
             for one in self.drafters
         ]
+        return GroupedSession(keyed, in_one_group=self.compete)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
         """This combination, of changed drafters."""
@@ -138,6 +136,4 @@ class BestOf(FirstOf):
         drafters: at least one, else ValueError.
     """
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Begin with each of them, in one group."""
-        return GroupedSession(self.begun(prompt, context), in_one_group=True)
+    compete = True

@@ -148,10 +148,9 @@ class GrammarDrafter(Drafter):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
         """Start where the processor starts."""
         processor = self._processor(context)
-        index = GrammarIndex(processor.beginning())
-        if processor.start is not None:  # the text has begun elsewhere
-            index.append(prompt[processor.start :])
-        return LookUpSession(index)
+        # a start that is known says that the text has begun elsewhere
+        start = len(prompt) if processor.start is None else processor.start
+        return LookUpSession(GrammarIndex(processor.beginning(), prompt[start:]))
 
     def _processor(self, context: DraftContext) -> GrammarProcessor:
         for processor in context.logits_processors:
@@ -174,27 +173,20 @@ def with_forced(drafter: Drafter | None, processors: Sequence[LogitsProcessor]) 
 
 
 class GrammarIndex(TextIndex):
-    """A text's place in the grammar."""
+    """A text and its place in the grammar, which is moved when a draft is asked for."""
 
-    def __init__(self, place: GrammarPosition) -> None:
-        self.place = place
-        self.text: list[int] = []
-        self.is_lost = False
+    def __init__(self, place: GrammarPosition, text: Sequence[int]) -> None:
+        self.place, self.text = place, list(text)
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """Forced tokens, as many as there are, up to `limit`."""
-        tokens: list[int] = []
-        if limit > 0 and not self.is_lost:
-            if not more or self.place.go_to([*self.text, *more]):
-                tokens = self.place.forced()[:limit]
-            if more:
-                self.place.go_to(self.text)
+        """Forced tokens, up to `limit`; none after a token that is not allowed."""
+        may_force = limit > 0 and self.place.go_to([*self.text, *more])
+        tokens = self.place.forced()[:limit] if may_force else []
         return Draft(tokens, evidence=(FORCED,) * len(tokens))
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Go on; after a token that is not allowed, nothing is forced any more."""
+        """Write the text on."""
         self.text += tokens
-        self.is_lost = self.is_lost or not self.place.go_to(self.text)
 
 
 @dataclass
