@@ -149,7 +149,7 @@ class StrangersSession(Session):
 
     def candidates(self, limit: int) -> Sequence[Draft]:
         """The stranger's, or its draft."""
-        drafts: Sequence[Draft] = self._own("candidates", super().candidates)(limit)
+        drafts: Sequence[Draft] = self._get("candidates", super().candidates)(limit)
         return drafts
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
