@@ -128,8 +128,6 @@ def _end_at(
 
 
 class BatchGenerateArguments(BatchArguments, total=False):
-    """The keyword arguments of `batch_generate`."""
-
     drafter: AnyDrafter
     draft_model: nn.Module | str | None
     num_samples: int
@@ -279,7 +277,6 @@ def _respond(
 
 
 def _max_tokens(limit: int | Sequence[int]) -> Iterable[int]:
-    """A limit for each prompt. Raises ValueError."""
     if isinstance(limit, Iterable) and not isinstance(limit, str):
         return [max_tokens_of(number, 1) for number in limit]
     return repeat(max_tokens_of(limit, 1))

@@ -35,7 +35,6 @@ def chain(num_tokens: int) -> list[int]:
 
 
 def first_path(parents: Sequence[int]) -> list[int]:
-    """Nodes of the chain of first children."""
     path: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (path[-1] if path else ROOT):
@@ -439,7 +438,6 @@ def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
 
 
 def models_of(drafter: Drafter | None) -> list[nn.Module]:
-    """The models of a drafter and of its parts, without repetition."""
     models = (model for part in all_drafters(drafter) for model in part.models())
     return list({id(model): model for model in models}.values())
 

@@ -110,7 +110,7 @@ class WritingAlone:
             except BaseException:
                 generation.drafting.close(0)
                 raise
-        yield from generation.written()
+        yield from generation.generate()
 
     def step(self) -> None:
         """Read a part of the prompt, or write a token."""

@@ -60,7 +60,6 @@ class VisionModel(nn.Module):  # type: ignore[misc]
 
     @property
     def language_model(self) -> Any:
-        """The part that generates text."""
         return self.model.language_model
 
     @property
@@ -148,6 +147,5 @@ def private_arrays_of(module: Any) -> dict[str, mx.array | None]:
 
 
 def set_private_arrays(module: nn.Module, arrays: dict[str, mx.array | None]) -> None:
-    """Replace a module's private arrays."""
     for name in {**private_arrays_of(module), **arrays}:
         setattr(module, name, arrays.get(name))
