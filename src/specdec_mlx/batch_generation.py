@@ -15,7 +15,7 @@ from mlx_lm.generate import BatchResponse, BatchStats, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.arguments import DEFAULT_DRAFTER, argument_error, check_int, check_names
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.generation import Prompt, SpeculativeResponse, TextUnderWay, encode, loaded, speeds

@@ -290,7 +290,8 @@ class Session(ABC):
     """All that a drafter changes in the course of one generation.
 
     A session needs only `propose` and `observe`. A class with these methods works without
-    inheriting (see `strangers`). The tokens observed after a proposal begin with its accepted part.
+    inheriting (see `duck_typed`). The tokens observed after a proposal begin with its accepted
+    part.
 
     Attributes:
         cheap: proposing is microseconds of host work, and a draft may be thrown away.
@@ -369,7 +370,7 @@ class Drafter(ABC):
     """Frozen configuration of a way to draft; reusable and shareable between generations.
 
     A drafter needs only `begin`. A class with this method works without inheriting (see
-    `strangers`).
+    `duck_typed`).
 
     Attributes:
         branches: most tokens that it proposes at a place. More than one makes trees.

@@ -38,6 +38,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
+from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import OptionArguments, Options, noise_of
 from specdec_mlx.ranks import Ranks, SharedDrafting
@@ -53,7 +54,6 @@ from specdec_mlx.sequence import (
     split_cache,
 )
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.strangers import as_drafter
 from specdec_mlx.target import LazyPass, StepwisePass, Verifier, check_model
 
 SHORT = 8  # texts of at most so many tokens are drafted from their first pass on

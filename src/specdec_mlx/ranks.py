@@ -32,7 +32,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.value import DraftLength, Fixed
 from specdec_mlx.errors import DraftError, RankError
-from specdec_mlx.exactness.features import FeatureFeed
+from specdec_mlx.exactness.feature_feed import FeatureFeed
 from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.sampling import Noise
 from specdec_mlx.target import check_draft

@@ -38,9 +38,9 @@ from specdec_mlx.options import Options, check_sampler, processors_of
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import GumbelRows, Noise, Sampler, Sampling, max_window, read_sampler
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.trees.passes import TreeLayout, takes_trees, tree_pass
-from specdec_mlx.trees.rules import tree_rule_for
 from specdec_mlx.trees.shape import depths_of, path_to
+from specdec_mlx.trees.tree_pass import TreeLayout, takes_trees, tree_pass
+from specdec_mlx.trees.tree_rules import tree_rule_for
 
 
 def check_model(model: object) -> None:

@@ -26,14 +26,14 @@ from specdec_mlx.exactness.rounding import is_rounding
 from specdec_mlx.exactness.side_by_side import LOGITS, Run, SinglePasses, largest_difference
 from specdec_mlx.models.anatomy import anatomy_of, group_of
 from specdec_mlx.models.loading import PerModel
-from specdec_mlx.trees.passes import (
+from specdec_mlx.trees.shape import path_to
+from specdec_mlx.trees.tree_pass import (
     TreeLayout,
     chooses_blocks,
     is_rope,
     tree_pass,
     with_offset_shift,
 )
-from specdec_mlx.trees.shape import path_to
 
 WIDTHS = (2, 5, 9)
 

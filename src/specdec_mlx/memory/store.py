@@ -20,7 +20,7 @@ from specdec_mlx.arguments import argument_error, check_int
 from specdec_mlx.files import Count
 from specdec_mlx.memory.file import FileHeader, Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
-from specdec_mlx.memory.kept import KeptFile, opened
+from specdec_mlx.memory.persistent import KeptFile, opened
 from specdec_mlx.progress import progress_bar
 
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}  # and hidden folders

@@ -17,8 +17,8 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.passes import reads_caches
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import Drafter, all_drafters
 from specdec_mlx.drafters.first_of import FirstOf

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from specdec_mlx.arguments import argument_error
 from specdec_mlx.caches import STRATEGIES, Rollback, leaves
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.trees.passes import VIEWS, view_class
+from specdec_mlx.trees.tree_pass import VIEWS, view_class
 
 _one_pass = RLock()
 """Locked while a pass is built: the language model then has the state of one text."""
