@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from functools import cache
+from itertools import zip_longest
 from math import nan
 from statistics import mean, median
 from typing import Any
@@ -82,52 +82,37 @@ class Result(Way, frozen=True, kw_only=True):
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
-    """Tokens by plain decoding per task id, those of the first repeat."""
-    return {s.id: s.tokens for s in samples if s.drafter == PLAIN and s.repeat == 0}
-
-
 def find_differences(
     model: nn.Module, tasks: Sequence[RecordedText], samples: Sequence[Sample]
 ) -> list[Difference]:
-    """All samples whose text is not the reference, plain decoding's own repeats included."""
+    """Compare each sample's text with plain decoding's in the same repeat."""
     prompts = {task.id: task.prompt for task in tasks}
-    references = reference_texts(samples)
+    plain = {(s.id, s.repeat): s.tokens for s in samples if s.drafter == PLAIN}
     gap_in = cache(lambda text, position: top_two_gap(model, prompts[text], position))
     tie = cache(lambda: near_tie(probe(model, past_window=False).differences))
     differences = []
     for s in samples:
-        position = first_difference(s.tokens, references[s.id])
+        position = first_difference(s.tokens, plain[s.id, s.repeat])
         if position is not None:
             gap = gap_in(s.id, position)
-            differences.append(
-                Difference(
-                    *s.key,
-                    id=s.id,
-                    category=s.category,
-                    repeat=s.repeat,
-                    position=position,
-                    top_two_gap=gap,
-                    excused=gap <= tie(),
-                )
-            )
+            where: Any = {"id": s.id, "category": s.category, "repeat": s.repeat}
+            where |= {"position": position, "top_two_gap": gap, "excused": gap <= tie()}
+            differences.append(Difference(*s.key, **where))
     return differences
 
 
 def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Index of the first difference; where one is the other's beginning, its length; else None."""
-    pairs = enumerate(zip(tokens, reference, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))
-    return None if position == len(tokens) == len(reference) else position
+    """Index of the first difference; the shorter length where it begins the longer; or None."""
+    pairs = enumerate(zip_longest(tokens, reference))
+    return next((i for i, (a, b) in pairs if a != b), None)
 
 
 def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
     """Difference of the two greatest logits at generated token `position`, decoded plainly."""
     with closing(generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)) as steps:
-        ((_, logprobs),) = deque(steps, maxlen=1)
-    second, best = mx.sort(logprobs.astype(mx.float32))[-2:]
-    gap: float = (best - second).item()  # type: ignore[assignment]
-    return gap
+        *_, (_, logprobs) = steps
+    second, best = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
+    return float(best - second)
 
 
 def summarise(
