@@ -120,7 +120,6 @@ SECONDS = 120.0  # between two checkpoints
 ONE_STEP = 0.8  # share of a training in which a head drafts one token from each place
 MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
 MEASUREMENTS = 8  # on held-out text, in a training
-FIRST = 60.0  # seconds of updates after which the rest is estimated
 
 
 @dataclass(frozen=True)
@@ -164,45 +163,32 @@ def fit(
     every = max(1, total // MEASUREMENTS)
     rate, compare = rates(schedule.learning_rate, total), LOSSES[schedule.loss]
 
-    def seconds() -> float:
-        return clock.seconds() - progress.began
-
     def so_far() -> int:
-        return progress.step if schedule.minutes is None else int(seconds())
+        return progress.step if schedule.minutes is None else int(clock.seconds() - progress.began)
 
-    done, kept, is_told = so_far(), clock.seconds(), seconds() > FIRST
-    acceptance, losses = None, list[float]()
-    with progress_bar(
-        desc="training", total=total, initial=done, unit="", mininterval=1, miniters=0
-    ) as bar:
+    done, kept, acceptance, losses = so_far(), clock.seconds(), None, list[float]()
+    options: Any = {"desc": "training", "unit": "", "mininterval": 1, "miniters": 0}
+    with progress_bar(total=total, initial=done, **options) as bar:
         while done < total:
-            batch = trained.batch(
-                batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
-            )
+            indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
+            batch = trained.batch(indices)
             optimizer.learning_rate = rate(mx.array(done))
             most = 1 if trainee.is_recursive and done < ONE_STEP * total else None
             losses.append(update(trainee, optimizer, batch, compare, most))
             progress.step += 1
             progress.tokens += int(batch.counted.sum())
             before, done = done, so_far()
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens=progress.tokens, refresh=False)
             bar.update(min(done, total) - bar.n)
-            if not is_told and done and seconds() > FIRST:
-                is_told, whole = True, total / done
-                bar.write(
-                    f"At this pace it learns {progress.tokens * whole:,.0f} tokens in "
-                    f"{seconds() * whole / 60:.0f} min; docs/training.md has what as many brought."
-                )
             if done // every > before // every or done >= total:
                 acceptance = measure(trainee, held_out, len(held_out))
-                loss = float(np.mean(losses))
+                loss, losses = float(np.mean(losses)), []
                 point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
                 progress.curve.append(point | asdict(acceptance))
                 bar.write(
                     f"{progress.step} updates, {progress.tokens} tokens"
                     f": loss {loss:.3f}, held-out text: {acceptance}"
                 )
-                losses = []
             if clock.seconds() - kept > SECONDS:
                 keep(work / CHECKPOINT, trainee.module, optimizer, progress)
                 clock.keep()
