@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.lab.counterfactual import wilson
+from specdec_mlx.lab.estimates import wilson
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.views.html import (
     BLUE,

@@ -17,7 +17,7 @@ from mlx_lm.generate import generate_step
 
 from specdec_mlx.files import Count
 from specdec_mlx.lab.bench.timing import PLAIN, Amount, Sample, Way
-from specdec_mlx.lab.counterfactual import ratio_of
+from specdec_mlx.lab.estimates import ratio_of
 from specdec_mlx.lab.probing import near_tie, probe
 from specdec_mlx.lab.prompts import RecordedText
 
