@@ -124,87 +124,74 @@ def summarise(
     """
     groups = dict.fromkeys((s.category, "") for s in samples) | {(ALL, ""): None}
     groups |= dict.fromkeys((s.category, s.session) for s in samples if s.session)
-    results = []
+    keys, results = dict.fromkeys(s.key for s in samples), []
     for category, session in groups:
         chosen = [
             s for s in samples if category in (s.category, ALL) and session in (s.session, "")
         ]
         baseline = _times([s for s in chosen if s.drafter == PLAIN])
-        for key in dict.fromkeys(s.key for s in samples):
+        for key in keys:
             own = [s for s in chosen if s.key == key]
-            parted = [d for d in differences if d.key == key] if greedy else None
-            results.append(_result(category, session, own, baseline, parted))
+            passes, ids = sum(s.passes for s in own), {s.id for s in own}
+            identity: dict[str, int | None] = {"identical": None, "excused": None}
+            if greedy:
+                parted = [d for d in differences if d.key == key and d.id in ids]
+                different = {d.id for d in parted}
+                excused = different - {d.id for d in parted if not d.excused}
+                identity = {"identical": len(ids - different), "excused": len(excused)}
+            results.append(
+                Result(
+                    *key,
+                    category=category,
+                    session=session,
+                    texts=len(ids),
+                    tokens=sum(s.num_tokens for s in own if s.repeat == 0),
+                    tokens_per_pass=sum(s.num_tokens for s in own) / passes,
+                    target_passes=passes,
+                    drafted=sum(s.drafted for s in own),
+                    accepted=sum(s.accepted for s in own),
+                    drafting_share=sum(s.drafting_rounds for s in own) / passes,
+                    peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
+                    first_token_seconds=median(s.first_seconds for s in own),
+                    **identity,
+                    **_speeds(_times(own), baseline),
+                )
+            )
     return results
 
 
-def _result(
-    category: str,
-    session: str,
-    own: list[Sample],
-    baseline: dict[str, np.ndarray],
-    parted: list[Difference] | None,
-) -> Result:
-    """One contender's samples of a group; parted: None where texts were not compared."""
-    passes = sum(s.passes for s in own)
-    identical = excused = None
-    ids = {s.id for s in own}
-    if parted is not None:
-        different = ids & {d.id for d in parted}
-        identical = len(ids - different)
-        excused = len(different - {d.id for d in parted if not d.excused})
-    return Result(
-        *own[0].key,
-        category=category,
-        session=session,
-        texts=len(ids),
-        tokens=sum(s.num_tokens for s in own if s.repeat == 0),
-        **_speeds(_times(own), baseline),
-        tokens_per_pass=sum(s.num_tokens for s in own) / passes,
-        target_passes=passes,
-        drafted=sum(s.drafted for s in own),
-        accepted=sum(s.accepted for s in own),
-        drafting_share=sum(s.drafting_rounds for s in own) / passes,
-        peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
-        first_token_seconds=median(s.first_seconds for s in own),
-        identical=identical,
-        excused=excused,
-    )
-
-
-def _times(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """[4] of each text: mean tokens; median seconds for decoding them, in all, and to the first.
+def _times(samples: list[Sample]) -> dict[str, list[float]]:
+    """Of each text: mean tokens; median seconds for decoding them, in all, and to the first.
 
     Decoding seconds are NaN where a text is no longer than its first round.
     """
     times = {}
     for name in dict.fromkeys(s.id for s in samples):
-        text = [s for s in samples if s.id == name]
-        tokens = mean(s.num_tokens for s in text)
-        paces = [s.seconds_per_token for s in text if s.seconds_per_token]
-        in_all = median(s.seconds for s in text)
-        first = median(s.first_seconds for s in text)
-        times[name] = np.array([tokens, tokens * median(paces or [nan]), in_all, first])
+        runs = [s for s in samples if s.id == name]
+        tokens = mean(s.num_tokens for s in runs)
+        pace = median([s.seconds_per_token for s in runs if s.seconds_per_token] or [nan])
+        in_all, first = (median(s.seconds for s in runs), median(s.first_seconds for s in runs))
+        times[name] = [tokens, tokens * pace, in_all, first]
     return times
 
 
-def _speeds(own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]) -> dict[str, Any]:
+def _speeds(own: dict[str, list[float]], baseline: dict[str, list[float]]) -> dict[str, float]:
     """The fields of a result that are speeds, of texts that both sides have times for."""
-    speeds: dict[str, Any] = {}
-    first, plain_first = (sum(times[-1] for times in side.values()) for side in (own, baseline))
-    if plain_first:  # which takes no time where it is modelled
-        speeds["first_token_ratio"] = float(first / plain_first)
-    both = [(times, baseline[name]) for name, times in own.items() if name in baseline]
-    timed = [pair for pair in both if not np.isnan(pair).any()]
-    if timed:
-        ours, plain = np.array(timed).swapaxes(0, 1)
-        tokens, seconds = ours[:, :2].sum(axis=0)
-        ratio, low, high = ratio_of(ours[:, :2], plain[:, :2])
-        speeds |= {
-            "total_tokens_per_second": float(tokens / seconds),
-            "ratio": ratio,
-            "ratio_low": low,
-            "ratio_high": high,
-        }
-        if plain_first:
+    speeds: dict[str, float] = {}
+    names = [name for name in own if name in baseline]
+    if not names:
+        return speeds
+    ours, plain = (np.array([side[name] for name in names]) for side in (own, baseline))
+    is_live = plain[:, 3].sum() > 0  # a modelled text takes no time to its first token
+    if is_live:
+        speeds["first_token_ratio"] = ours[:, 3].sum() / plain[:, 3].sum()
+    is_timed = ~np.isnan(ours + plain).any(axis=1)
+    ours, plain = ours[is_timed], plain[is_timed]
+    if len(ours):
+        tokens, seconds, *_ = ours.sum(axis=0)
+        ratio = ratio_of(ours[:, :2], plain[:, :2])
+        speeds |= {"total_tokens_per_second": tokens / seconds, "ratio": ratio.mean}
+        speeds |= {"ratio_low": ratio.low, "ratio_high": ratio.high}
+        if is_live:
             speeds["end_to_end_ratio"] = ratio_of(ours[:, :3:2], plain[:, :3:2]).mean
-    return speeds
+    return {name: float(speed) for name, speed in speeds.items()}

@@ -47,12 +47,12 @@ from specdec_mlx.lab.bench.timing import (
     TURN_TOKENS,
     Contender,
     Emitted,
-    Run,
     Sample,
     Settings,
     ours,
     plain,
     take_turns,
+    turns_of,
 )
 from specdec_mlx.lab.commands.shared_flags import SMALL_MODEL
 from specdec_mlx.lab.pair import held_out_openings, load_pair
@@ -268,9 +268,8 @@ def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Samp
             now = time.perf_counter()
             if samples and now > until:
                 return samples
-            runs = [Run(way, task, settings, repeat) for way in contenders]
-            take_turns(runs, repeat, turns_until(now + (until - now) / left))
-            samples += [run.sample() for run in runs]
+            runs = [turns_of(way, task, settings, repeat) for way in contenders]
+            samples += take_turns(runs, repeat, turns_until(now + (until - now) / left))
         now = time.perf_counter()
         if now + (now - began) > until:
             break
