@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
+from msgspec.structs import replace
 
 from specdec_mlx.files import Count
 from specdec_mlx.lab.bench.timing import PLAIN, Amount, Sample, Way
@@ -120,6 +121,7 @@ def summarise(
 ) -> list[Result]:
     """A result per contender and category, "all" after them, and one per session if there are any.
 
+    Without samples of plain decoding the modelled seconds of plain decoding are the baseline.
     greedy: True if texts were compared.
     """
     groups = dict.fromkeys((s.category, "") for s in samples) | {(ALL, ""): None}
@@ -129,9 +131,10 @@ def summarise(
         chosen = [
             s for s in samples if category in (s.category, ALL) and session in (s.session, "")
         ]
-        baseline = _times([s for s in chosen if s.drafter == PLAIN])
+        plain = [s for s in chosen if s.drafter == PLAIN]
         for key in keys:
             own = [s for s in chosen if s.key == key]
+            modelled = [replace(s, decode_seconds=s.plain_seconds) for s in own]
             passes, ids = sum(s.passes for s in own), {s.id for s in own}
             identity: dict[str, int | None] = {"identical": None, "excused": None}
             if greedy:
@@ -154,7 +157,7 @@ def summarise(
                     peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
                     first_token_seconds=median(s.first_seconds for s in own),
                     **identity,
-                    **_speeds(_times(own), baseline),
+                    **_speeds(_times(own), _times(plain or modelled)),
                 )
             )
     return results

@@ -118,27 +118,32 @@ def ours(
     temp: float = 0.0,
     tokenizer: Any = None,
     rule: str = "auto",
-    tuning: Tuning | None = None,
+    tuning_for_text: Callable[[], Tuning] | None = None,
     is_seeded: bool = False,
 ) -> Contender:
     """Our loop with a drafter, or with none, by the name that tables give it.
 
-    tuning: what an automatic length learns; None for a new one for each repeat, since a text seen
-    before is no fair test. is_seeded: measure rule "auto" as it is for a caller who gives a seed.
+    tuning_for_text: returns what an automatic length begins a text with, and learns; None for a new
+    one for each repeat, since a text seen before is no fair test. is_seeded: measure rule "auto" as
+    it is for a caller who gives a seed.
     """
     how = make_rule(rule, is_seeded=is_seeded)
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+        if tuning_for_text is None and seed not in tunings:
+            tunings[seed] = Tuning.for_model(model)
         tokens = speculate(
-            *(model, prompt, drafter),
+            model,
+            prompt,
+            drafter,
             max_tokens=max_tokens,
             sampler=Sampling(temp),
             seed=seed,
             rule=how,
             num_draft_tokens=length,
-            tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
+            tuning=tuning_for_text() if tuning_for_text else tunings[seed],
             tokenizer=tokenizer,
         )
         with closing(tokens):
@@ -314,6 +319,7 @@ def turns_of(
     peak_bytes, size = 0, 1
     with closing(contender.start(task.prompt, settings.max_tokens, seed)) as stream:
         while size > 0:
+            is_first = not emitted
             mx.reset_peak_memory()
             began = time.perf_counter()
             for item in islice(stream, size):
@@ -322,7 +328,7 @@ def turns_of(
                     break
             emitted_at = time.perf_counter()
             mx.synchronize(generation_stream)
-            if not start:
+            if is_first:
                 start, first_seconds = began, emitted_at - began
                 began = emitted_at  # the pass under way is for the tokens after
             decode_seconds += time.perf_counter() - began

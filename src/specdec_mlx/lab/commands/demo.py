@@ -14,7 +14,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
@@ -34,7 +34,7 @@ from specdec_mlx.cli.blas import (
     start_again_with_openblas,
 )
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
@@ -45,8 +45,6 @@ from specdec_mlx.lab.bench.summary import Result, find_differences, summarise
 from specdec_mlx.lab.bench.timing import (
     PLAIN,
     TURN_TOKENS,
-    Contender,
-    Emitted,
     Sample,
     Settings,
     ours,
@@ -258,8 +256,15 @@ def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Samp
 
     The first text is long enough to be timed, whatever it takes; later ones may be left out.
     """
-    lengths = dict.fromkeys((draft_length, CONTRAST))
-    contenders = [plain(show.model), *(after_live(show, length) for length in lengths)]
+
+    def learned() -> Tuning:
+        """Begin each text with a copy of what "auto" learned from the live text."""
+        return copy.deepcopy(tuning_for(show.model))
+
+    way: Any = {"tokenizer": show.tokenizer, "tuning_for_text": learned}
+    contenders = [plain(show.model)]
+    for length in dict.fromkeys((draft_length, CONTRAST)):
+        contenders.append(ours(show.model, show.drafter, show.name, length, **way))
     settings = Settings(show.max_tokens, end_tokens=show.end_tokens)
     samples: list[Sample] = []
     for repeat in range(repeats):
@@ -281,18 +286,6 @@ def turns_until(end: float) -> Callable[[], bool]:
     turns = count()
     least = 1 + math.ceil(LEAST_TOKENS / TURN_TOKENS)  # the first turn is one token
     return lambda: next(turns) < least or time.perf_counter() < end
-
-
-def after_live(show: Show, draft_length: str) -> Contender:
-    """Speculation that begins each text with a copy of what "auto" learned from the live one."""
-
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
-        tuning = copy.deepcopy(tuning_for(show.model))
-        options = {"tokenizer": show.tokenizer, "tuning": tuning}
-        way = ours(show.model, show.drafter, show.name, draft_length, **options)
-        return way.start(prompt, max_tokens, seed)
-
-    return Contender(show.name, draft_length, "auto", start=start)
 
 
 def verdict(row: Result) -> str:
