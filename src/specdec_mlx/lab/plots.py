@@ -165,7 +165,7 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     at, tokens, drafting = np.array([run.mean(axis=0) for run in runs]).reshape(-1, 3).T
     ax.step(at, tokens, where="mid", color=BLUE, label="tokens per pass")
     ax.axhline(1, color=GREY, linewidth=1, linestyle=":", label="plain decoding")
-    look = {"color": ORANGE, "alpha": 0.3, "linewidth": 0}
+    look: Any = {"color": ORANGE, "alpha": 0.3, "linewidth": 0}
     ax.fill_between(at, drafting, step="mid", label="share of rounds that drafted", **look)
     ax.set_ylim(0, max([2.0, *tokens]) * 1.35)
     return finish(ax, "Along the generation", "round", "tokens per pass", loc="upper right")
@@ -204,7 +204,7 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
     for i, way in enumerate(ways, start=1):
         drafter, length, rule = way
         own = [r for r in others if r.key == way and r.ratio]
-        name = LEGENDS.get(drafter, drafter), length and f"K = {length}", has_rules and rule
+        name = LEGENDS.get(drafter, drafter), length and f"K = {length}", rule if has_rules else ""
         draw_intervals(
             ax,
             [categories.index(r.category) + i * step for r in own],

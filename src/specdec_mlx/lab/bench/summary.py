@@ -112,8 +112,8 @@ def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float
     """Difference of the two greatest logits at generated token `position`, decoded plainly."""
     with closing(generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)) as steps:
         *_, (_, logprobs) = steps
-    second, best = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
-    return float(best - second)
+    top: Any = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
+    return float(top[1] - top[0])
 
 
 def summarise(
@@ -136,7 +136,7 @@ def summarise(
             own = [s for s in chosen if s.key == key]
             modelled = [replace(s, decode_seconds=s.plain_seconds) for s in own]
             passes, ids = sum(s.passes for s in own), {s.id for s in own}
-            identity: dict[str, int | None] = {"identical": None, "excused": None}
+            identity: dict[str, Any] = {"identical": None, "excused": None}
             if greedy:
                 parted = [d for d in differences if d.key == key and d.id in ids]
                 different = {d.id for d in parted}
@@ -156,8 +156,7 @@ def summarise(
                     drafting_share=sum(s.drafting_rounds for s in own) / passes,
                     peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
                     first_token_seconds=median(s.first_seconds for s in own),
-                    **identity,
-                    **_speeds(_times(own), _times(plain or modelled)),
+                    **identity | _speeds(_times(own), _times(plain or modelled)),
                 )
             )
     return results
@@ -178,7 +177,7 @@ def _times(samples: list[Sample]) -> dict[str, list[float]]:
     return times
 
 
-def _speeds(own: dict[str, list[float]], baseline: dict[str, list[float]]) -> dict[str, float]:
+def _speeds(own: dict[str, list[float]], baseline: dict[str, list[float]]) -> dict[str, Any]:
     """The fields of a result that are speeds, of texts that both sides have times for."""
     speeds: dict[str, float] = {}
     names = [name for name in own if name in baseline]
