@@ -306,35 +306,30 @@ def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
     """Acceptance on the first windows of a store."""
     runs: list[int] = []
     for i in progress_bar(range(min(most, len(store))), "measuring", leave=False, mininterval=1):
-        batch = store.batch([i])
-        runs += accepted_in_a_row(hits_of(trainee, batch), batch.answered[0], batch.counted[0])
+        runs += kept_of_drafts(trainee, store.batch([i]))
     kept = [sum(run > i for run in runs) / max(1, len(runs)) for i in range(trainee.num_steps)]
     return Acceptance(tuple(kept), len(runs))
 
 
-def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
-    """[k, window] True where the k-th token drafted after a position is the target's."""
-    hits = []
-    for states, first in trainee.predictions(batch):
-        starts = range(0, states.shape[1], trainee.rows_at_once)
-        parts = (states[0, start : start + trainee.rows_at_once] for start in starts)
-        ids = [np.array(mx.argmax(trainee.logits(x), axis=-1)) for x in parts]
-        tokens = np.concatenate(ids)
+def kept_of_drafts(trainee: Trainee, batch: Batch) -> list[int]:
+    """Tokens kept of each draft along the learnt part of a single window."""
+    answered, counted, best = batch.answered[0], batch.counted[0], batch.best[0]
+    is_right = np.zeros((trainee.num_steps, len(best)), bool)
+    num_rows = trainee.rows_at_once
+    for step, (states, first) in enumerate(trainee.predictions(batch)):
+        parts = (states[0, i : i + num_rows] for i in range(0, states.shape[1], num_rows))
+        tokens = np.concatenate([np.array(mx.argmax(trainee.logits(x), axis=-1)) for x in parts])
         if trainee.vocabulary is not None:
             tokens = np.array(trainee.vocabulary.ids)[tokens]
-        after = batch.best[0, first:]
-        found = tokens == after[: len(tokens)]
-        hits.append(np.pad(found, (first, len(after) - len(tokens))))
-    return np.stack(hits * (trainee.num_steps if trainee.reads_text else 1))
-
-
-def accepted_in_a_row(hits: np.ndarray, answered: np.ndarray, counted: np.ndarray) -> list[int]:
-    """Tokens kept of each draft, for hits [k, window] and `Batch.answered`, `counted` [window]."""
+        places = slice(first, first + len(tokens))
+        is_right[step, places] = tokens[: len(best) - first] == best[places]
+    if trainee.reads_text:
+        is_right[:] = is_right[0]
     runs, place = [], 0
     while place < len(counted):
         run = 0
         if answered[place] and counted[place]:
-            while run < len(hits) and counted[place + run] and hits[run, place + run]:
+            while run < len(is_right) and counted[place + run] and is_right[run, place + run]:
                 run += 1
             runs.append(run)
         place += run + 1
