@@ -202,8 +202,8 @@ class BeamRows:
         """
         with mx.stream(self.stream):
             self.caches.keep([self.row_of[text[:num_known]] for text in texts])
-            ends = zip(texts, self.caches.ends, strict=True)
-            fed = [[*self.prompt, *text][end:] for text, end in ends]
+            lengths = zip(texts, self.caches.lengths, strict=True)
+            fed = [[*self.prompt, *text][length:] for text, length in lengths]
             logits = self.caches.feed(self.model, fed)
             places: dict[Tokens, tuple[int, int]] = {}
             for row, (text, tokens) in enumerate(zip(texts, fed, strict=True)):
@@ -219,7 +219,7 @@ class BeamRows:
         self.row_of = {text: self.row_of[text[:-1]] for text in texts}
         end = len(self.prompt) + len(texts[0]) - 1
         with mx.stream(self.stream):
-            self.caches.go_back([min(end, reached) for reached in self.caches.ends])
+            self.caches.go_back([min(end, reached) for reached in self.caches.lengths])
 
 
 def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
