@@ -56,8 +56,8 @@ def _vocabulary_difference(target: dict[str, int], draft: dict[str, int]) -> str
     for token, index in sorted(target.items(), key=itemgetter(1)):
         if (other := draft.get(token, index)) != index:
             return f"token {token!r} has id {index} there and {other} here"
-        if (other := owners.get(index, token)) != token:
-            return f"id {index} is {token!r} there and {other!r} here"
+        if (owner := owners.get(index, token)) != token:
+            return f"id {index} is {token!r} there and {owner!r} here"
     return None
 
 
