@@ -9,7 +9,7 @@ from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter, Sessio
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE
 from specdec_mlx.drafters.model import ModelReader
 from specdec_mlx.drafters.writing import WritingSession
-from specdec_mlx.strangers import begin_session
+from specdec_mlx.duck_typed import begin_session
 
 
 def begin_ahead(

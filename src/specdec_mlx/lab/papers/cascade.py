@@ -29,9 +29,9 @@ from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import CombinedSession, Several, context_for
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.duck_typed import as_drafter, begin_session
 from specdec_mlx.lab.papers.ahead import begin_ahead
 from specdec_mlx.lab.papers.tree_drafts import one_hot_rows
-from specdec_mlx.strangers import as_drafter, begin_session
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4

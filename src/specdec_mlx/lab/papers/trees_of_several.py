@@ -9,11 +9,11 @@ from specdec_mlx.contracts import DraftContext, Session
 from specdec_mlx.drafters.first_of import FirstOf, context_for
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
+from specdec_mlx.duck_typed import begin_session
 from specdec_mlx.lab.papers.recycling import RecyclingDrafter, kept_recyclers
 from specdec_mlx.lab.papers.suffix_trees import offering_all
 from specdec_mlx.lab.papers.tree_drafts import TreeSession
 from specdec_mlx.memory.store import Memory
-from specdec_mlx.strangers import begin_session
 
 
 @dataclass(frozen=True, init=False)
