@@ -86,7 +86,7 @@ def read_prompt(
             "conversation without prompt_cache."
         )
     if is_new:
-        # A first prompt without images is embedded as well, which gives the caches their image state.
+        # A first prompt without images is embedded too, so that the caches get their image state.
         options["input_embeddings"] = embed(model, caches, inputs)
     else:
         model.positions_of(caches, may_be_read=True)
