@@ -95,7 +95,6 @@ def short_repr(value: object) -> str:
 
 
 def argument_error(name: str, value: object, expected: str) -> ValueError:
-    """The error for an argument: its name, its value and the expected values."""
     return ValueError(f"{name}={short_repr(value)}: expected {expected}.")
 
 
@@ -187,7 +186,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="explain all flags and exit")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The arguments as a namespace. Unknown arguments end the process."""
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(refusal(unknown, self._option_string_actions))
@@ -207,7 +205,6 @@ class Parser(argparse.ArgumentParser):
         super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2, the message, and where to read on."""
         more = "--help-all" if self.rare else "--help"
         self.exit(2, f"{self.prog}: {message}\nAll flags: {self.prog} {more}\n")
 
@@ -219,15 +216,12 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    """Print the help on all flags, and end the process."""
-
     def __call__(self, parser: argparse.ArgumentParser, *others: Any) -> None:
         print(parser.format_help(), end="")
         parser.exit()
 
 
 def parse_draft_length(text: str) -> int | str:
-    """Read a draft length from the command line. Raises ValueError."""
     if text == AUTO:
         return text
     if not text.isdecimal():
@@ -271,13 +265,11 @@ def number(kind: type[int | float], least: float, most: float = inf) -> Callable
 
 
 def add_lighter_arguments(parser: Any) -> None:
-    """Add the flags that make a draft model lighter."""
     text = "Draft with its first layers only."
     parser.add_argument("--draft-layers", type=number(int, 1), metavar="N", help=text)
 
 
 def existing_file(text: str) -> Path:
-    """The path of a file. Raises ValueError with the place where it was expected."""
     path = Path(text).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {path.absolute()}.")
@@ -341,7 +333,6 @@ def package_of(entry: EntryPoint) -> str:
 
 
 def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
-    """The class or function of an entry point. Raises MissingPackageError."""
     try:
         kind: Callable[..., Any] = entry.load()
     except (ImportError, AttributeError) as error:
@@ -366,7 +357,6 @@ def make_with(what: str, name: str, kind: Callable[..., T], options: dict[str, A
 
 
 def help_on(kind: Callable[..., Any]) -> str:
-    """A pointer to the options of a class or function."""
     made_by = kind.func if isinstance(kind, functools.partial) else kind
     return f"See help({getattr(made_by, '__name__', made_by)})."
 

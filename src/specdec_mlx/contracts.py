@@ -35,7 +35,6 @@ def chain(num_tokens: int) -> list[int]:
 
 
 def first_path(parents: Sequence[int]) -> list[int]:
-    """Nodes of the chain of first children."""
     path: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (path[-1] if path else ROOT):
@@ -291,7 +290,8 @@ class Session(ABC):
     """All that a drafter changes in the course of one generation.
 
     A session needs only `propose` and `observe`. A class with these methods works without
-    inheriting (see `strangers`). The tokens observed after a proposal begin with its accepted part.
+    inheriting (see `duck_typed`). The tokens observed after a proposal begin with its accepted
+    part.
 
     Attributes:
         cheap: proposing is microseconds of host work, and a draft may be thrown away.
@@ -370,7 +370,7 @@ class Drafter(ABC):
     """Frozen configuration of a way to draft; reusable and shareable between generations.
 
     A drafter needs only `begin`. A class with this method works without inheriting (see
-    `strangers`).
+    `duck_typed`).
 
     Attributes:
         branches: most tokens that it proposes at a place. More than one makes trees.
@@ -439,7 +439,6 @@ def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
 
 
 def models_of(drafter: Drafter | None) -> list[nn.Module]:
-    """The models of a drafter and of its parts, without repetition."""
     models = (model for part in all_drafters(drafter) for model in part.models())
     return list({id(model): model for model in models}.values())
 

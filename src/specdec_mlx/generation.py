@@ -197,7 +197,6 @@ def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeRes
 
 
 def speeds(stats: Any) -> list[str]:
-    """mlx-lm's closing lines for a response or a `BatchStats`."""
     return [
         f"Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec",
@@ -210,8 +209,6 @@ Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class GenerateArguments(TextArguments, total=False):
-    """The keyword arguments of `generate`."""
-
     max_tokens: int
     draft_model: nn.Module | str | None
     drafter: AnyDrafter
@@ -304,7 +301,6 @@ def generate(
 
 
 def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
-    """mlx-lm's wrapper around a loaded tokenizer. Raises ValueError."""
     check_model(model)
     if tokenizer is None or isinstance(tokenizer, str | Path):
         raise argument_error("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")

@@ -33,7 +33,7 @@ from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.proof.drafter import DrafterConformance
 from specdec_mlx.lab.proof.subject import Alone
 from specdec_mlx.lab.proposing import proposing
-from specdec_mlx.mlx_lm_plugin.conversation import Wrapper
+from specdec_mlx.mlx_lm_plugin.drafter_wrappers import Wrapper
 from specdec_mlx.token_ids import to_list
 
 PROMPT = [5, 17, 99, 3]
@@ -133,7 +133,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Wrapped(Wrapper):
-    """What `mlx_lm_plugin.conversation` puts around drafters."""
+    """What `mlx_lm_plugin.drafter_wrappers` puts around drafters."""
 
     drafter: Any
 

@@ -85,7 +85,6 @@ class SharedPasses(BatchPasses):
 
     @property
     def places(self) -> list[Rollback]:
-        """The positions of the texts in their rows."""
         return [verifier.rollback for verifier in self.verifiers]
 
     @property
@@ -139,7 +138,6 @@ class SharedPasses(BatchPasses):
         return list(passes)
 
     def apply_rewinds(self) -> None:
-        """Go back where rows asked to."""
         self.caches.go_back([place.end for place in self.places])
         self._move()
 
@@ -148,7 +146,6 @@ class SharedPasses(BatchPasses):
             place.position = end - place.base
 
     def extract(self, row: int) -> Rollback:
-        """Caches of one text, with what they hold of a row."""
         caches: list[Any] = self.caches.extract(row, make_prompt_cache(self.model))
         return Rollback(caches, self.places[row].position)
 

@@ -17,7 +17,6 @@ EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
 
 
 def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
-    """Versions of these distributions, if they are installed."""
     versions = {}
     for name in names:
         try:
@@ -40,7 +39,6 @@ def without_mlx(error: ImportError) -> MissingBackendError:
 
 
 def why_mlx_is_missing(error: ImportError) -> str:
-    """The problem of MLX here, and the command that solves it."""
     if sys.platform != "linux":
         return (
             f"MLX cannot be imported ({error}). On a Mac with Apple silicon: "

@@ -46,7 +46,6 @@ def start_again_with_openblas(command: str) -> dict[str, str]:
 
 
 def needs_openblas() -> bool:
-    """True if this Linux CPU multiplies matrices with the reference BLAS."""
     is_cpu = sys.platform == "linux" and mx.default_device() == mx.cpu
     return is_cpu and blas_name() == REFERENCE_BLAS
 
@@ -83,5 +82,4 @@ def blas_in(maps: str) -> str:
 
 
 def as_shell(variables: dict[str, str]) -> str:
-    """Variables in the syntax of a shell, before a command."""
     return " ".join(f"{name}={value}" for name, value in variables.items())

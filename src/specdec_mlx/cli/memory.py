@@ -69,7 +69,6 @@ class Actions:
         return building
 
     def show(self, path: Path) -> None:
-        """Print the contents of a file, one line for each fact."""
         content = self.kind.load(path)
         facts = {
             **self.facts(content),
@@ -93,7 +92,6 @@ class Actions:
         self.show(args.file)
 
     def _export(self, args: argparse.Namespace) -> None:
-        """Write a copy to share. Raises FileExistsError."""
         if args.copy.exists():
             raise FileExistsError(f"{args.copy} is there already. Name a new file.")
         print(f"{args.copy}: {self.kind.load(args.file).export(args.copy):,} bytes")
@@ -137,6 +135,5 @@ def _facts(memory: Memory) -> dict[str, str]:
 
 
 def tokenizer_of(model: str) -> Any:
-    """The tokenizer of a model's folder or name. Raises ModelFolderError."""
     with explained(model):
         return load_tokenizer(model)

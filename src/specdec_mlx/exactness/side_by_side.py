@@ -146,7 +146,6 @@ class SinglePasses:
 
     @cached_property
     def rows(self) -> list[States]:
-        """The rows that arrived in each pass."""
         return [arrivals(self.model, run) for run in self.alone(self.start)]
 
     @cached_property
@@ -189,7 +188,6 @@ class SinglePasses:
         return sum(row > most for row in rows)
 
     def _off_by_rounding(self, number: int) -> list[dict[Place, float]]:
-        """Differences of shaken single passes, by place."""
         for key in range(len(self._off), number):
             row = self.rows[key % len(self.rows)]
             hand = shaken(row, SHAKEN_BY, key)

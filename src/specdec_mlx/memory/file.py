@@ -68,7 +68,6 @@ S = TypeVar("S", bound=Struct)
 
 
 def check_folder_of(path: Path) -> None:
-    """Raise MemoryFileError if a file's folder does not exist."""
     if not path.parent.is_dir():
         raise MemoryFileError(f"There is no folder {path.parent}. Make it, or give another file.")
 

@@ -39,7 +39,6 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Context:
-        """The context at the end of `tokens` [n]."""
         return cls(_keys(tokens[-KNOWN:])[-1], tokens[: -MAX_MATCH - 1 : -1])
 
 
@@ -156,7 +155,6 @@ class GrowingIndex(ContextIndex):
         self._key = Context.of(tokens).key
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
         for token in tokens:
             # to the left of equal keys, because the latest place comes first
             place = bisect_left(self._keys, self._key)

@@ -67,7 +67,6 @@ def check_version() -> None:
 
 @functools.cache
 def _warn_of(version: str) -> None:
-    """Warn, once, that this version is newer than the known versions."""
     logging.getLogger(__name__).warning(
         f"mlx-lm {version} is newer than the versions that specdec_mlx was tested with, which are "
         f"below {NEXT}. Its functions are as they were, so this goes on."

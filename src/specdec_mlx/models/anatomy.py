@@ -92,7 +92,6 @@ def _swapped(
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable for a block."""
     token = variable.set(value)
     try:
         yield
@@ -268,11 +267,9 @@ class Anatomy:
         return getattr(head, "as_linear", head)(states)
 
     def head_tap(self) -> Tap:
-        """Tap of the head's input. Raises UnreadableError."""
         return _readable("The input of this target's head", self.head)
 
     def layer_tap(self, index: int) -> Tap:
-        """Tap of a layer's output. Raises UnreadableError."""
         name = f"Layer {index} of this target"
         if not 0 <= index < len(self.layers):
             raise UnreadableError(
@@ -341,7 +338,6 @@ _known = PerModel(_watch)
 
 
 def first(output: Any) -> Any:
-    """The output of a module, or the first of several outputs."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -358,7 +354,6 @@ def _is(value: Any, kind: mx.DtypeCategory) -> bool:
 
 
 def _readable(name: str, tap: Tap | str) -> Tap:
-    """The tap. UnreadableError with the reason if there is none."""
     if isinstance(tap, str):
         instead = "Use a drafter that works on tokens, such as 'prompt-lookup'."
         raise UnreadableError(f"{name} cannot be read: {tap}. {instead}")
@@ -441,7 +436,6 @@ def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
 
 
 def check_readable(caches: Sequence[Any], index: int) -> Any:
-    """A cache with keys and values, by its index. Raises UnreadableError."""
     all_caches = list(leaves(caches))
     kind = type(all_caches[index]).__name__ if index < len(all_caches) else "no cache"
     if index >= len(all_caches) or not isinstance(all_caches[index], READABLE):

@@ -49,7 +49,6 @@ class Rows:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Columns of all rows, each once, in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
@@ -202,7 +201,6 @@ class SpeculationStats(Rows):
         }
 
     def __str__(self) -> str:
-        """Two lines, and a third for several drafters or no draft."""
         share = f" ({self.accepted_share:.0%})" if self.drafted else ""
         counts = self.by_drafter.items()
         shares = [f"{kind_of(key)} {accepted} of {drafted}" for key, (drafted, accepted) in counts]
@@ -230,7 +228,6 @@ class SpeculationStats(Rows):
 
 
 def kind_of(key: str) -> str:
-    """The class at the beginning of a drafter's key."""
     return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
 
 

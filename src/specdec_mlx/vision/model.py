@@ -16,7 +16,7 @@ import mlx.nn as nn
 from specdec_mlx.arguments import argument_error
 from specdec_mlx.caches import STRATEGIES, Rollback, leaves
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.trees.passes import VIEWS, view_class
+from specdec_mlx.trees.tree_pass import VIEWS, view_class
 
 _one_pass = RLock()
 """Locked while a pass is built: the language model then has the state of one text."""
@@ -60,7 +60,6 @@ class VisionModel(nn.Module):  # type: ignore[misc]
 
     @property
     def language_model(self) -> Any:
-        """The part that generates text."""
         return self.model.language_model
 
     @property
@@ -148,6 +147,5 @@ def private_arrays_of(module: Any) -> dict[str, mx.array | None]:
 
 
 def set_private_arrays(module: nn.Module, arrays: dict[str, mx.array | None]) -> None:
-    """Replace a module's private arrays."""
     for name in {**private_arrays_of(module), **arrays}:
         setattr(module, name, arrays.get(name))

@@ -115,7 +115,6 @@ def embed(model: VisionModel, caches: list[Any], inputs: dict[str, Any]) -> mx.a
 def encode(
     processor: Any, prompt: generation.Prompt, images: Sequence[Any], config: Any
 ) -> dict[str, Any]:
-    """mlx-vlm's inputs for a prompt with images."""
     package = mlx_vlm()
     if not isinstance(prompt, str):
         prompt = package.apply_chat_template(

@@ -32,13 +32,13 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto, DraftLength, Fixed, make_draft_length
 from specdec_mlx.drafters.model import ModelReader
 from specdec_mlx.drafters.writing import WritingSession
+from specdec_mlx.duck_typed import begin_session
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.lab.papers.tree_drafts import texts_of
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.models.anatomy import top_tokens
 from specdec_mlx.models.loading import PerModel
-from specdec_mlx.strangers import begin_session
 from specdec_mlx.target import check_draft
 from specdec_mlx.token_ids import read_all, to_ids
 

@@ -33,6 +33,7 @@ from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto, DraftLength, Model, make_draft_length
+from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve
 from specdec_mlx.lab.bench.record import Record, read_sessions
@@ -47,10 +48,9 @@ from specdec_mlx.progress import progress_bar
 from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.strangers import as_drafter
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.trees.rules import walk
 from specdec_mlx.trees.shape import depths_of
+from specdec_mlx.trees.tree_rules import walk
 
 
 @dataclass

@@ -19,7 +19,7 @@ from specdec_mlx.drafters.ngram import (
 )
 from specdec_mlx.files import Count
 from specdec_mlx.memory.file import FileHeader, Integers
-from specdec_mlx.memory.kept import KeptFile, opened
+from specdec_mlx.memory.persistent import KeptFile, opened
 
 
 class TableHeader(FileHeader, kw_only=True):

@@ -87,7 +87,6 @@ class FeatureFeed:
         self._show_rejected(rows, current, outcome)
 
     def _show_rejected(self, rows: FeatureRows, current: Round, outcome: Outcome) -> None:
-        """Show the states of rejected draft tokens to sessions that want them."""
         if not self._rejected_readers:
             return
         left = [node for node in range(current.num_drafted) if node not in outcome.accepted]

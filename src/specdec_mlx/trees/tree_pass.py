@@ -102,7 +102,6 @@ _pass_over: ContextVar[TreeLayout | None] = ContextVar("_pass_over", default=Non
 
 
 def pass_over(rows: TreeLayout) -> AbstractContextManager[None]:
-    """Have modules that read positions use each row's own position in this block."""
     return setting(_pass_over, rows)
 
 

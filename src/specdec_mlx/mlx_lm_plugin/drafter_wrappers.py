@@ -53,7 +53,6 @@ def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
 
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
-    """The drafter, with the caches of its draft models kept in `store`."""
     if isinstance(drafter, Several):
         changed: Drafter = drafter.with_each(lambda part: keeping_caches(part, store))
         return changed
