@@ -86,7 +86,6 @@ def _value(text: str) -> int | float | bool | str | None:
 
 
 def short_repr(value: object) -> str:
-    """A value for an error: short, on one line, and only the class of a model or of its owner."""
     name = getattr(value, "__name__", None)
     if isinstance(name, str):
         return name
@@ -129,6 +128,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question with the most similar known name. "" if no name is similar."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
+    # `difflib` misses a known name with a long ending.
     near = near or [one for one in known if len(one) > 3 and name.startswith(one)][:1]
     return f" Did you mean {near[0]}?" if near else ""
 
@@ -162,6 +162,7 @@ def check_names(
 
 def refusal(unknown: Sequence[str], known: Iterable[str] = ()) -> str:
     """The error for unknown arguments and their values, with the flag that is probably meant."""
+    # Only flags are compared. A value may look like anything.
     flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
     for flag in flags:
         # Another program's flag for speculation: name ours.
@@ -192,7 +193,6 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def check(self, make: Callable[[], T]) -> T:
-        """The result of `make`. Its ValueError and OSError end the process as a wrong flag does."""
         try:
             return make()
         except (ValueError, OSError) as error:
@@ -230,7 +230,6 @@ def parse_draft_length(text: str) -> int | str:
 
 
 def registered_names(group: str, *ours: str) -> list[str]:
-    """Our names, and the names that installed packages register. Nothing is imported."""
     return list(dict.fromkeys([*ours, *sorted(entry_points(group=group).names)]))
 
 
@@ -248,7 +247,6 @@ def known(what: str, names: Sequence[str], more: str = "") -> Callable[[str], st
 
 
 def number(kind: type[int | float], least: float, most: float = inf) -> Callable[[str], Any]:
-    """The `type` of a flag that takes a number within bounds."""
     bounds = f">= {least:g}" if most == inf else f"from {least:g} to {most:g}"
 
     def parse(text: str) -> int | float:
@@ -297,8 +295,6 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Like `argument`, but the flag's value is the text as it was typed."""
-
     @functools.wraps(parse)
     def check(text: str) -> str:
         argument(parse)(text)
@@ -316,6 +312,7 @@ def installed(group: str, what: str, taken: Iterable[str] = ()) -> dict[str, Ent
     known: dict[str, EntryPoint] = {}
     entries = [(package_of(entry), entry) for entry in entry_points(group=group)]
     for package, entry in sorted(entries, key=lambda one: (one[0] != OWN_PACKAGE, one[0])):
+        # The first package by name wins, so that the order of installation has no effect.
         owner = owners.setdefault(entry.name, package)
         if owner == package:
             known.setdefault(entry.name, entry)

@@ -51,7 +51,6 @@ class Slots:
         )
 
     def append(self, new: np.ndarray) -> None:
-        """Add the slots [rows, S] of a pass. Padding, on the right, is `EMPTY`."""
         self.positions = np.concatenate([self.positions, new], axis=1)
         # A query without any key gives NaN, so that padding sees the tokens before it.
         self._queries = np.maximum.accumulate(new, axis=1)
@@ -98,8 +97,6 @@ class Slots:
 
 
 class SlotCache(BatchKVCache):  # type: ignore[misc]
-    """mlx-lm's batch of key-value caches with the masks of `Slots`."""
-
     def __init__(self, slots: Slots) -> None:
         super().__init__([])
         self.slots = slots

@@ -27,8 +27,6 @@ from specdec_mlx.stop_strings import StopStrings
 
 @dataclass
 class SpeculativeBatchResponse(BatchResponse):  # type: ignore[misc]
-    """mlx-lm's batch response. `speculation` has the account of each text."""
-
     # of each text, on request; mlx-lm 0.31 has neither field
     token_ids: list[list[int]] | None = None
     logprobs: list[list[float]] | None = None

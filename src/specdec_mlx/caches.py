@@ -413,7 +413,6 @@ class Rollback:
         self.checkpoints = []
 
     def widest_pass(self) -> int | None:
-        """Most positions of the next pass. None for any number."""
         pairs = self.strategies()
         if self._take_any_width:
             return None
@@ -422,7 +421,6 @@ class Rollback:
 
     @property
     def end(self) -> int:
-        """Positions in the caches, earlier texts included."""
         return self.base + self.position
 
     def keep(self, position: int, accepted: Sequence[int]) -> int:

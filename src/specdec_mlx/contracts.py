@@ -157,6 +157,7 @@ class Draft:
         """
         if self.parents is None:
             return self
+        # The path is chosen by shape only. A choice by token values would change the distribution.
         return self._some(first_path(self.parents))
 
     def until(self, end_tokens: Set[int]) -> Draft:
@@ -166,6 +167,7 @@ class Draft:
         """
         new_index = {ROOT: ROOT}  # node -> its index among the nodes that stay
         for node, parent in enumerate(self.tree):
+            # A node stays if its parent stays and does not end the text.
             if parent in new_index and (parent == ROOT or self.tokens[parent] not in end_tokens):
                 new_index[node] = len(new_index) - 1
         if self.parents is None:
@@ -280,6 +282,8 @@ class DraftContext:
         assert self.noise is not None
         assert self.vocab_size is not None
         places = [
+            # A coupled draft token must share the noise that the target will use at its own
+            # position.
             ("target", start + index) if self.coupled else (f"draft {index}", start)
             for index in range(first, first + n)
         ]

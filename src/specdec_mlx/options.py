@@ -17,7 +17,6 @@ from specdec_mlx.sampling import Noise, Sampler, Sampling
 
 
 def max_tokens_of(value: Any, least: int = 0) -> int:
-    """A checked number of tokens to generate, -1 for no limit. Raises ValueError."""
     return -1 if value == -1 else check_int("max_tokens", value, least, ", or -1 for no limit")
 
 

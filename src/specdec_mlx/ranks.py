@@ -69,7 +69,6 @@ class RankMessage(NamedTuple):
     parents: Sequence[int] | None = None
 
     def numbers(self) -> list[int]:
-        """The message as a list of fixed length."""
         # A collective needs the same shape on all ranks, so that the lists are padded.
         *head, tokens, _ = self
         parents = [parent + 1 for parent in self.parents or ()]

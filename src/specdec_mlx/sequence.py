@@ -313,7 +313,6 @@ def remember(prompt_cache: Sequence[Any] | None, tokens: Sequence[int] | mx.arra
 
 
 def tokens_on(prompt_cache: Sequence[Any] | None) -> list[int]:
-    """Tokens that a prompt cache is known to hold, from its first position on."""
     caches = list(prompt_cache or ())
     remembered = array("q", getattr(next(leaves(caches), None), NAME, b"")).tolist()
     # The caller may have trimmed the caches since.

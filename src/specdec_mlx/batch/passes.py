@@ -122,6 +122,8 @@ class SharedPasses(BatchPasses):
             for module in verifier.state_reader.modules
         ]
         calls: list[Call] = []
+        # A text alone runs its recurrences step by step, so that rows must do so too to give the
+        # same bits.
         with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
             logits = self.caches.feed(self.model, fed)
         passes = []
@@ -133,6 +135,7 @@ class SharedPasses(BatchPasses):
             if (reader := verifier.state_reader) is not None:
                 pass_.features = reader.rows(calls, logits[row, :num_fed], row)
             passes.append(pass_)
+        # One call for all rows, which share the graph of the pass.
         mx.async_eval([pass_.to_compute for pass_ in passes])
         self._move()
         return list(passes)
@@ -152,8 +155,6 @@ class SharedPasses(BatchPasses):
 
 @dataclass
 class OneByOne(BatchPasses):
-    """A pass for each text, for models whose texts cannot be rows. Only one text is written."""
-
     is_together: ClassVar[bool] = False
 
     @property

@@ -159,7 +159,6 @@ class BatchGeneration:
             current = [pair for pair in following if pair[0].finish_reason is None]
 
     def _next_pass(self, ahead: Rounds) -> Rounds:
-        """The next pass under way. None if a text waits for a slot, or all have ended."""
         if ahead:
             self.is_pipelined = not self._would_draft()
             # The pass may have rows of texts that have just ended. Their tokens are dropped.
@@ -188,7 +187,6 @@ class BatchGeneration:
                 self.schedule.reading.append(self.begin_text(uid, request))
 
     def _let_in(self, text: BatchText) -> None:
-        """Let a text in if its prompt is read. A text that has ended meanwhile leaves."""
         with self._alone(text.uid, text), mx.stream(self.options.stream):
             if text.finish_reason is not None:
                 self.schedule.reading.remove(text)

@@ -118,7 +118,6 @@ class BatchText:
         return is_open and reader.num_read == 0 and features is None and not reader.stops
 
     def may_run_ahead(self, round_: Round) -> bool:
-        """True if the next token may be fed before the host knows it."""
         generation = self.generation
         # The first token is known before a drafter is asked for the first time.
         waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
@@ -197,7 +196,6 @@ class Schedule:
 
     @property
     def num_open(self) -> int:
-        """Number of texts that have not ended."""
         return len(self.writing) + len(self.reading) + len(self.waiting)
 
     @property

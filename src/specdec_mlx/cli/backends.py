@@ -27,7 +27,6 @@ def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
 
 
 def require_mlx() -> None:
-    """Import MLX. MissingBackendError, with what to install, if it does not load."""
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:

@@ -74,7 +74,6 @@ def blas_name() -> str:
 
 
 def blas_in(maps: str) -> str:
-    """Matrix library among mapped files (/proc/PID/maps), without NumPy's and SciPy's."""
     files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
     loaded = [f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")]
     names = (name for part, name in KNOWN_BLAS.items() if any(f.startswith(part) for f in loaded))

@@ -101,7 +101,6 @@ def overview() -> str:
 
 
 def commands() -> dict[str, str]:
-    """All commands, with their purposes: the library's and those of installed packages."""
     entries = installed(GROUP, "command", OWN_COMMANDS)
     return OWN_COMMANDS | {name: purpose_of(one) for name, one in entries.items()}
 

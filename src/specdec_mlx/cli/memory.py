@@ -22,7 +22,7 @@ class Actions:
     """The actions of a command on the files of one kind.
 
     Attributes:
-        kind: the class of the objects in the files, a `KeptFile`.
+        kind: the class of the objects in the files, a `PersistentStore`.
         facts: facts about one object, by name.
         empty: makes an object to merge others into, from their paths.
         finish: called before a merged object is saved.
@@ -113,6 +113,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(args.tokenizer)
+    # A second build reads only the files that have changed.
     memory = Memory.load(args.out) if args.out.exists() else Memory(MOST_TOKENS)
     if args.max_tokens is not None:
         memory.prune(args.max_tokens)

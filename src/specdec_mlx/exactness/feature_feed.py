@@ -70,7 +70,6 @@ class FeatureFeed:
         return cls([], target)
 
     def show_fed(self, start: int) -> None:
-        """Show the states of the latest `feed`, which began at position `start`."""
         rows, num_rows = self._target.fed_features()
         if self.at_once:
             mx.eval(rows.layers, rows.head_input, rows.top_tokens)

@@ -153,7 +153,6 @@ def first_inexact(model: nn.Module, position: int, *, on_trees: bool = False) ->
 
 
 def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
-    """True if passes over a chain, or a tree, give the logits of single positions."""
     try:
         if on_trees:
             report = tree_report(model, place.context, shift=place.shift)
@@ -281,7 +280,6 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
 def compare(
     model: nn.Module, place: ProbePoint, widths: Sequence[int], text: int = 0
 ) -> tuple[list[WidthReport], SinglePasses]:
-    """Reports of one text, one for each width, and the single passes that were compared."""
     longest, context, shift = max(widths), place.context, place.shift
     tokens = _random_tokens(model, context + longest, text)
 

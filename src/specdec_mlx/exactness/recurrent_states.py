@@ -140,6 +140,8 @@ class KeptStates(Snapshot):
     def trim(self, cache: Any, back: int) -> int:
         self.width -= back
         for slot, call in enumerate(self.calls):
+            # `width` shrinks with each rewind, because a later rewind counts from the position
+            # reached.
             cache[slot] = call.after(self.width, cache[slot])
         return back
 

@@ -167,7 +167,6 @@ class SinglePasses:
         return deviations(arrivals(self.model, wide, instead(expected)), expected)
 
     def fault(self, off: dict[Place, list[float]]) -> Place | None:
-        """The first place whose rows differ by more than rounding explains."""
         num_off = {}
         # Every further single pass costs time, so that they are run only for places that are still
         # off.

@@ -127,7 +127,6 @@ class ContextIndex:
         return sorted([ring for ring in by_length.items() if ring[0] >= shortest], reverse=True)
 
     def _matched(self, place: int, last: Sequence[int]) -> int:
-        """Number of tokens before a place that equal the last tokens."""
         ids, most = self.ids, min(place, len(last))
         length = min(KNOWN, most)
         if ids[place - most : place - length] == array("i", last[length:most])[::-1]:

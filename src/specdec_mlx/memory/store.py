@@ -20,7 +20,7 @@ from specdec_mlx.arguments import argument_error, check_int
 from specdec_mlx.files import Count
 from specdec_mlx.memory.file import FileHeader, Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
-from specdec_mlx.memory.persistent import KeptFile, opened
+from specdec_mlx.memory.persistent import PersistentStore, opened
 from specdec_mlx.progress import progress_bar
 
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}  # and hidden folders
@@ -107,7 +107,7 @@ class TextsHeader(FileHeader, kw_only=True):
     sources: dict[str, tuple[str, str]]
 
 
-class Memory(KeptFile):
+class Memory(PersistentStore):
     """Texts for a `SuffixDrafter` to draft from; safe with many threads.
 
     The texts are in a few immutable indexes, oldest first. A new text joins the youngest index, and

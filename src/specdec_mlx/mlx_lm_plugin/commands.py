@@ -65,8 +65,6 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 
 
 class Command:
-    """`generate`, `chat` or `benchmark` of mlx-lm, with one drafter."""
-
     flags: Flags
     arguments: argparse.Namespace
 
@@ -144,7 +142,6 @@ class Command:
         return make_sampler(*args, **filters, **kwargs)
 
     def _interface(self) -> Any:
-        """The interface of `chat`, which also ends at the end of input, and prints --stats."""
         command = self
 
         class Interface(self.module.ChatUI):  # type: ignore[misc, name-defined]

@@ -95,7 +95,6 @@ class Flags:
 
     @cached_property
     def remembered(self) -> Memory | None:
-        """The memory that all drafters share, or None. Raises MemoryFileError."""
         from specdec_mlx.memory.store import as_memory
 
         return as_memory(self.memory) if self.memory_for == EVERYBODY else None
@@ -233,7 +232,6 @@ COUNTS = (
 
 
 def check_numbers(namespace: argparse.Namespace) -> None:
-    """Raise ValueError for an impossible number. --max-tokens may be -1, for no limit."""
     for flag in COUNTS.split():
         value = getattr(namespace, flag.replace("-", "_"), None)
         unlimited = flag == "max-tokens"
@@ -298,6 +296,7 @@ def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
             for add in (add_arguments, *more):
                 add(self)
             self.add_help_all(RARE.split())
+            # None tells whether the flag was given. mlx-lm gets its own default back below.
             theirs = self.get_default("num_draft_tokens")
             self.set_defaults(num_draft_tokens=None)
             namespace = super().parse_args(*args, **kwargs)

@@ -305,6 +305,7 @@ def _watch(model: nn.Module) -> Anatomy:
             continue
         if (*argument.shape[:-1], vocab_size) == made.shape != argument.shape:
             head, states = Tap(module, axis), argument
+    # The norm is the module whose output is the head's input, without modules inside it.
     norms = [m for m, _, made in calls if made is states and not m.children()]
     embeddings = [m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)]
     last_caches = {}
@@ -326,8 +327,8 @@ def _watch(model: nn.Module) -> Anatomy:
 
 
 def _layer(layer: nn.Module, calls: Sequence[Call]) -> Tap | str:
-    """Tap of a layer's output. The layer must be called as a module, once in a pass."""
     outputs = [first(made) for module, _, made in calls if module is layer]
+    # A layer that is shared, or called as a function, gives no single output.
     if len(outputs) != 1:
         return f"it is called {len(outputs)} times a pass"
     axis = _axis_of_positions(outputs[0])

@@ -99,7 +99,6 @@ def load_on_ranks(
 
 @contextmanager
 def explained(name: Path | str) -> Iterator[None]:
-    """Raise ModelFolderError, with the next step, if the block cannot load this model."""
     folder = Path(name).expanduser()
     if folder.exists():
         check_folder(folder)

@@ -39,7 +39,7 @@ from specdec_mlx.duck_typed import as_given
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.memory import Memory
-from specdec_mlx.memory.persistent import KeptFile
+from specdec_mlx.memory.persistent import PersistentStore
 from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
 from specdec_mlx.mlx_lm_plugin.generation_config import ARGUMENTS, described, recommended_sampling
@@ -386,7 +386,7 @@ class Models:
         parts = [as_given(part) for drafter in drafters for part in all_drafters(drafter)]
         options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
         for kept in (*options, self.flags.remembered):
-            if isinstance(kept, KeptFile):
+            if isinstance(kept, PersistentStore):
                 if is_given:
                     kept.check_tokenizer(loaded.tokenizer)
                 kept.refuses_others = False

@@ -80,6 +80,7 @@ class VisionModel(nn.Module):  # type: ignore[misc]
         if input_embeddings is not None:
             more = {**positions.reading, "inputs_embeds": input_embeddings}
         else:
+            # The first pass over tokens ends the reading of the prompt.
             positions.reading = {}
         if is_new and not more and hasattr(model, "get_rope_index"):
             # A prompt without images must not use positions of an earlier prompt's images.
@@ -103,6 +104,8 @@ class VisionModel(nn.Module):  # type: ignore[misc]
     def keeping(self, positions: ImagePositions) -> Iterator[None]:
         """Restore this text's image state while the block runs, and save it again afterwards."""
         model = self.language_model
+        # Passes of several texts may be built in several threads, and the model has room for one
+        # state.
         with _one_pass:
             before = private_arrays_of(model)
             set_private_arrays(model, positions.saved)
