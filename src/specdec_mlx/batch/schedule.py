@@ -38,7 +38,8 @@ class Request:
     that many of its first tokens and nothing else; shared, never changed. num_said: the prompt's
     last tokens that are the text's beginning, written elsewhere; they count among max_tokens.
     drafting: None for the batch's own. is_end: is told each token as it joins the text, and returns
-    True to end it there. stats: an account to go on with. stops, on_progress: as of `PromptReader`.
+    True to end it there. stats: an account to go on with. The other
+    fields are those of `Options`.
     """
 
     prompt: Sequence[int] | mx.array
@@ -52,8 +53,8 @@ class Request:
     drafting: OwnDrafting | None = None
     is_end: Callable[[Token], bool] | None = None
     stats: SpeculationStats | None = None
-    stops: Sequence[int] = ()
-    on_progress: Callable[[int, int], None] | None = None
+    prefill_stops: Sequence[int] = ()
+    prompt_progress_callback: Callable[[int, int], None] | None = None
 
     @property
     def is_read(self) -> bool:

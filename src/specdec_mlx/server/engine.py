@@ -33,8 +33,8 @@ from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
-from specdec_mlx.server.tickets import GONE, AskedText, Ticket
-from specdec_mlx.server.writing import Writing, WritingAlone, options_for
+from specdec_mlx.server.tickets import GONE, ServedText, Ticket, prepare
+from specdec_mlx.server.writing import Writing, WritingAlone, shared_options
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
 # A pass that is under way when the process ends is waited for so many seconds, or until so many of
@@ -102,7 +102,7 @@ class Engine:
     def _prepare(self, ticket: Ticket, loaded: Loaded) -> None:
         """Prepare a request beside the texts that are written, and queue it."""
         try:
-            ticket.text = AskedText(ticket, loaded, self.settings)
+            ticket.preparation = prepare(ticket.request, loaded, self.settings)
         except Exception as error:
             ticket.fail(error)
         else:
@@ -249,7 +249,7 @@ class Engine:
             while writing.texts:
                 while self._waiting and writing.has_place and self._next_is_row():
                     if (joining := self._prepared(self._waiting.popleft())) is not None:
-                        writing = writing.with_another(joining)
+                        writing = writing.join(joining)
                 self.running = len(writing.texts)
                 writing.step()
                 if self._is_ending:
@@ -260,16 +260,16 @@ class Engine:
         self.running = 0
         self._served_at = time.monotonic()
 
-    def _prepared(self, ticket: Ticket) -> AskedText | None:
+    def _prepared(self, ticket: Ticket) -> ServedText | None:
         """The text of a request, before its first token; None if there is nothing to write."""
         try:
             loaded = self.models.load(ticket.request)
-            text, ticket.text = ticket.text, None
-            if text is None or text.loaded is not loaded:
-                text = AskedText(ticket, loaded, self.settings)
-            text.equip(self.models, self.prefixes, self.draft_caches)
+            preparation, ticket.preparation = ticket.preparation, None
+            if preparation is None or preparation.loaded is not loaded:
+                preparation = prepare(ticket.request, loaded, self.settings)
+            text = ServedText(ticket, preparation, self.models, self.prefixes, self.draft_caches)
             if ticket.request.echo:
-                ticket.tell([echo(text, self.settings.prefill_step_size)])
+                ticket.send([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:
                 return text
             text.end()
@@ -294,7 +294,7 @@ class Engine:
 
     def _warm_up(self, loaded: Loaded) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""
-        options = options_for(loaded, self.settings)
+        options = shared_options(loaded, self.settings)
         # raises for what cannot be quantized so
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
