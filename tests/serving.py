@@ -17,7 +17,8 @@ import openai
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.server.command import Signals, serve
 from specdec_mlx.server.flags import ServerSettings, parse_settings
-from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.models import Models
 from specdec_mlx.server.requests import TextRequest
 
 PROMPT = "the cat in the hat and the other cat in the hat"

@@ -26,7 +26,7 @@ from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.sequence import PromptReader
 from specdec_mlx.server import engine as engine_module
-from specdec_mlx.server import models
+from specdec_mlx.server import loading, models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Models
@@ -445,7 +445,7 @@ def test_texts_are_those_alone_however_they_are_drafted_for(
         settings = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     with monkeypatch.context() as patch:
         if how == "no rows":
-            patch.setattr(models, "can_hold_rows", lambda model: False)
+            patch.setattr(loading, "can_hold_rows", lambda model: False)
         with running(folder, flags=flags, **settings) as engine:
             alone = [*map(told, texts(engine, kinds))]
             clients = [begin(engine, i, **kind) for i, kind in enumerate(kinds)]

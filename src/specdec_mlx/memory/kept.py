@@ -129,6 +129,10 @@ class KeptFile(ABC):
                 "MODEL FILES."
             )
 
+    def leave_out_others(self) -> None:
+        """From now on, a target with another tokenizer gets no drafts of this, and no error."""
+        self.refuses_others = False
+
     def save(self, path: Path | str | None = None) -> None:
         """Replace the file; what other processes saved there meanwhile is merged first.
 

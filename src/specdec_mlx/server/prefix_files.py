@@ -35,7 +35,7 @@ from specdec_mlx.files import read_text
 
 if TYPE_CHECKING:
     from specdec_mlx.server.flags import ServerSettings
-    from specdec_mlx.server.models import Loaded
+    from specdec_mlx.server.loading import Loaded
 
 MOST_POINTS = 16  # positions of one conversation at which states are kept
 

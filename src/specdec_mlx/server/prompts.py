@@ -18,7 +18,7 @@ from specdec_mlx.generation import encode
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import has_grammar, reads_calls, tools_for
-from specdec_mlx.server.models import LONGEST_TEXT
+from specdec_mlx.server.loading import LONGEST_TEXT
 from specdec_mlx.server.pictures import SeenPrompt, Sight, named_only
 from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest

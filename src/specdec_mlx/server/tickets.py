@@ -25,7 +25,8 @@ from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import ThoughtBudget, grammar_for, has_grammar, within
-from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import ReadPrompt, check_length, encoded, read_prompt, too_long
 from specdec_mlx.server.requests import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec_mlx.server.engine import Engine
-from specdec_mlx.server.models import LONGEST_TEXT
+from specdec_mlx.server.loading import LONGEST_TEXT
 from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.prompts import READING, check_length, encoded, read_prompt
 from specdec_mlx.server.protocols.body import Body, Count, fields_of, text_request

@@ -30,7 +30,7 @@ from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.models import Loaded
+from specdec_mlx.server.loading import Loaded
 from specdec_mlx.server.requests import ServerEndingError
 from specdec_mlx.server.tickets import ServedText
 

@@ -34,7 +34,8 @@ from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.models import Models
 from specdec_mlx.server.requests import TextRequest
 from tiny_model_folder import write_model_folder
 
