@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from threading import Event as Flag
 from threading import Thread
 from weakref import WeakSet
@@ -38,9 +39,14 @@ from specdec_mlx.server.tickets import GONE, ServedText, Ticket, prepare
 from specdec_mlx.server.writing import Writing, WritingAlone, shared_options
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
-# A pass that is under way when the process ends is waited for so many seconds, or until so many of
-# the processor were spent on it: it may be of a long prompt, or a model that is loaded.
-GRACE, GRACE_OF_PROCESSOR = 5.0, 0.4
+# Seconds for the pass that is under way when the process ends, or a model that is being loaded
+GRACE = 5.0
+
+
+class Order(Enum):
+    """What the engine does next, where it is not to serve a request."""
+
+    WAIT, UNLOAD, END = range(3)
 
 
 class Engine:
@@ -90,11 +96,7 @@ class Engine:
         ticket = Ticket(request, put, self.models.names_of(request))
         self._tickets.add(ticket)
         loaded = self.models.loaded
-        if (
-            loaded is not None
-            and loaded.names == ticket.names
-            and (loaded.sight is not None or not request.pictures)
-        ):
+        if loaded is not None and loaded.fits(ticket.names, has_pictures=bool(request.pictures)):
             Thread(target=self._prepare, args=(ticket, loaded), daemon=True).start()
         else:
             self._queue(ticket)
@@ -137,24 +139,21 @@ class Engine:
 
         On other ranks than the first: wait for the first one's.
         """
-        self._tell_to_end()
+        self._begin_to_end()
         if self._thread.is_alive():
             self._has_ended.wait()
 
     def end(self) -> None:
-        """End all texts because the process ends: what was learned is kept, and nothing freed.
+        """End all texts because the process ends: what was learned is kept, and nothing is freed.
 
-        What takes longer than a grace period is left as it is; its clients are told all the same.
+        Clients are told at once. A pass that takes longer than `GRACE` is not waited for.
         """
-        self._tell_to_end()
+        self._begin_to_end()
+        self._fail_all()
         if self.ranks.are_several:  # which wait for each other, and end as Python ends
             self._has_ended.wait()
-        begun, spent = time.monotonic(), time.process_time()
-        while not self._has_kept.wait(0.02):
-            if time.monotonic() - begun > GRACE or time.process_time() - spent > GRACE_OF_PROCESSOR:
-                self.keep()
-                break
-        self._fail_all()
+        elif not self._has_kept.wait(GRACE):
+            self.keep()
 
     def keep(self) -> None:
         """Write what was learned to its files."""
@@ -163,12 +162,11 @@ class Engine:
         except Exception as error:
             logging.error("What was learned is not kept.", exc_info=error)
 
-    def _tell_to_end(self) -> None:
+    def _begin_to_end(self) -> None:
         self._is_ending = self.ranks.is_first
         self._has_news.set()
 
     def _fail_all(self) -> None:
-        """Tell all clients whose texts have not ended that the server ends."""
         for ticket in list(self._tickets):
             ticket.fail(ServerEndingError())
 
@@ -207,26 +205,32 @@ class Engine:
     def _next(self) -> Ticket | None:
         """The request that has waited the longest, on all ranks; None where the server ends."""
         while True:
-            ticket, ends, unloads = None, False, False
-            if self.ranks.is_first:
-                self._has_news.clear()
-                if not (self._waiting or self._unloading or self._is_ending):
-                    self._has_news.wait(self.ranks.patience or self._idle_for())
-                ends, unloads = self._is_ending, bool(self._unloading) or self._idle_for() == 0
-                if not (ends or unloads) and (ticket := self._first_waiting()):
-                    self._waiting.popleft()
-            shared = None if ticket is None else ticket.request
-            request, ends, unloads = self.ranks.from_first((shared, ends, unloads))
-            if ends:
+            ticket, order = self._order() if self.ranks.is_first else (None, Order.WAIT)
+            request = self.ranks.from_first(ticket.request if ticket else order)
+            if isinstance(request, TextRequest):
+                return ticket or Ticket(request, lambda event: None)
+            if request is Order.END:
                 return None
-            if unloads:
+            if request is Order.UNLOAD:
                 logging.info("The model's memory is given back. The next request loads it again.")
                 self._forget()
                 self.models.unload()
                 while self._unloading:
                     self._unloading.popleft().set_result(None)
-            if request is not None:
-                return ticket or Ticket(request, lambda event: None)
+
+    def _order(self) -> tuple[Ticket | None, Order]:
+        """Wait for a request or an order, on the first rank."""
+        self._has_news.clear()
+        if not (self._waiting or self._unloading or self._is_ending):
+            self._has_news.wait(self.ranks.patience or self._idle_for())
+        if self._is_ending:
+            return None, Order.END
+        if self._unloading or self._idle_for() == 0:
+            return None, Order.UNLOAD
+        ticket = self._first_waiting()
+        if ticket is not None:
+            self._waiting.popleft()
+        return ticket, Order.WAIT
 
     def _idle_for(self) -> float | None:
         """Seconds until the models are freed because no request came; None: they stay."""

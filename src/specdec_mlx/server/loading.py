@@ -29,7 +29,8 @@ from specdec_mlx.mlx_lm_plugin.generation_config import ARGUMENTS, described, re
 from specdec_mlx.models.loading import explained, folder_of, load_on_ranks
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.pictures import Sight
-from specdec_mlx.server.prefix_files import PrefixFiles, stateful
+from specdec_mlx.server.prefix_files import PrefixFiles
+from specdec_mlx.server.prefixes import stateful
 
 # Names of the most positions of a text in configurations
 POSITIONS = (
@@ -80,6 +81,10 @@ class Loaded:
     def place(self) -> tuple[Any, ...]:
         """Key of its caches: no other model, and no other content of its files, has it."""
         return *self.names, self.files, self.sight is not None
+
+    def fits(self, names: tuple[str, str | None], *, has_pictures: bool) -> bool:
+        """True if a request for a model of these names is served without another one."""
+        return self.names == names and (self.sight is not None or not has_pictures)
 
     @cached_property
     def is_stateful(self) -> bool:

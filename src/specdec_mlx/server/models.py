@@ -114,7 +114,7 @@ class Models:
         self.settings.check(request)
         names, loaded = self.names_of(request), self.loaded
         sees = bool(request.pictures) and self.loader.may_see(*names)
-        if loaded is not None and loaded.names == names and (loaded.sight or not sees):
+        if loaded is not None and loaded.fits(names, has_pictures=sees):
             return loaded
         with self._private(request):
             opened = self.loader.open(*names, sees=sees, free=self.reset)
