@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.arguments import DEFAULT_DRAFTER, check_names, wrong
+from specdec_mlx.arguments import DEFAULT_DRAFTER, argument_error, check_names
 from specdec_mlx.contracts import Origin, models_of
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.grammar import with_forced
@@ -298,7 +298,7 @@ def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
     """mlx-lm's wrapper around the tokenizer; ValueError for what is not loaded."""
     check_model(model)
     if tokenizer is None or isinstance(tokenizer, str | Path):
-        raise wrong("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")
+        raise argument_error("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")
     return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
 
 

@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from jaxtyping import Float
 
-from specdec_mlx.arguments import check_names, wrong
+from specdec_mlx.arguments import argument_error, check_names
 from specdec_mlx.caches import Rollback, note_other_thread
 from specdec_mlx.contracts import (
     NO_DRAFT,
@@ -133,7 +133,7 @@ def speculate(
     how = options or Options(**given)
     if how.stop:
         instead = "no stop strings for tokens; stream_generate takes them"
-        raise wrong("stop", how.stop, instead)
+        raise argument_error("stop", how.stop, instead)
     caches, draft_cache = split_cache(model, how.prompt_cache, how)
     history, num_unnamed = history_of(how.prompt_cache and caches, how.history)
     generation = assemble(

@@ -22,7 +22,15 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from specdec_mlx.arguments import RULE_GROUP, installed, load, make_with, split_spec, unknown, wrong
+from specdec_mlx.arguments import (
+    RULE_GROUP,
+    argument_error,
+    installed,
+    load,
+    make_with,
+    split_spec,
+    unknown,
+)
 from specdec_mlx.contracts import (
     AcceptanceRule,
     Agreement,
@@ -359,7 +367,7 @@ def make_rule(choice: str | AcceptanceRule, *, is_seeded: bool = False) -> Accep
         rule = make_with("rule", name, kind, options)
     if isinstance(rule, AcceptanceRule) and not isinstance(rule, type):
         return rule
-    raise wrong("rule", choice, "a name or an instance of an AcceptanceRule")
+    raise argument_error("rule", choice, "a name or an instance of an AcceptanceRule")
 
 
 @functools.cache

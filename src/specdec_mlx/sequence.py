@@ -17,7 +17,7 @@ import mlx_lm
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.arguments import argument_error, short_repr
 from specdec_mlx.caches import (
     Rollback,
     check_usable,
@@ -40,7 +40,7 @@ def prompt_ids(prompt: Any) -> list[int]:
     if isinstance(ids, Sequence) and all(hasattr(kind, "__index__") for kind in {*map(type, ids)}):
         return list(map(operator.index, ids))
     expected = "token ids, a flat list of ints; generate also takes text and chat messages"
-    raise PromptError(f"prompt={shown(prompt)}: expected {expected}, batch_generate several.")
+    raise PromptError(f"prompt={short_repr(prompt)}: expected {expected}, batch_generate several.")
 
 
 def check_prompt(
@@ -94,7 +94,9 @@ def split_cache(
     )
     if not is_list or len(prompt_cache) < len(fresh):
         made_by = "mlx_lm.models.cache.make_prompt_cache(model)"
-        raise wrong("prompt_cache", prompt_cache, f"a list of {len(fresh)} caches from {made_by}")
+        raise argument_error(
+            "prompt_cache", prompt_cache, f"a list of {len(fresh)} caches from {made_by}"
+        )
     check_usable(prompt_cache)
     return prompt_cache[: len(fresh)], prompt_cache[len(fresh) :] or None
 
@@ -110,7 +112,7 @@ def _check_quantized(model: nn.Module, options: Options) -> None:
             maybe_quantize_kv_cache(caches, 0, group_size, bits)
     except ValueError as error:
         expected = f"what MLX can quantize this model's caches to ({error})"
-        raise wrong(f"kv_bits={bits}, kv_group_size", group_size, expected) from error
+        raise argument_error(f"kv_bits={bits}, kv_group_size", group_size, expected) from error
 
 
 SHOWS_PROMPT = not mlx_lm.__version__.startswith("0.31.")
@@ -307,5 +309,7 @@ def history_of(
     history = tokens_on(caches) if given is None else prompt_ids(given)
     end = Rollback(caches or [], len(history) if caches else 0).end
     if len(history) > end:
-        raise wrong("history", history, f"{end} tokens at most, which is what prompt_cache holds")
+        raise argument_error(
+            "history", history, f"{end} tokens at most, which is what prompt_cache holds"
+        )
     return history, end - len(history)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 
-from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.arguments import argument_error, short_repr
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import (
     NO_DRAFT,
@@ -33,7 +33,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.errors import DraftError, LogitsError, VerdictError
 from specdec_mlx.exactness.probe import MARGIN, first_inexact, warn_of_chains
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of
-from specdec_mlx.models.anatomy import Taps, check_readable, keys_values_of, vocab_size_of
+from specdec_mlx.models.anatomy import StateReader, check_readable, keys_values_of, vocab_size_of
 from specdec_mlx.options import Options, check_sampler, processors_of
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import GumbelRows, Noise, Sampler, Sampling, max_window, read_sampler
@@ -46,7 +46,7 @@ from specdec_mlx.trees.shape import depths_of, path_to
 def check_model(model: object) -> None:
     """Raise ValueError for a model that is not loaded."""
     if not isinstance(model, nn.Module):
-        raise wrong("model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)")
+        raise argument_error("model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)")
 
 
 def check_draft(draft: Draft, vocab_size: int) -> None:
@@ -178,7 +178,7 @@ def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategor
             return found
         found = (found.shape, found.dtype)
     expected = f"an mx.array of shape {shape} and type {kind.name}"
-    raise ValueError(f"The {by} returned {shown(found)}; expected {expected}.")
+    raise ValueError(f"The {by} returned {short_repr(found)}; expected {expected}.")
 
 
 class RoundPositions:
@@ -409,7 +409,7 @@ class Verifier:
         next_token: how tokens are drawn.
         end_tokens: tokens that end a text; a draft goes no further.
         remembers: a logits processor may keep what it was shown.
-        taps: reads states of the passes, or None.
+        state_reader: reads states of the passes, or None.
 
     Raises:
         ValueError: the rule needs a distribution, and there is none.
@@ -421,7 +421,7 @@ class Verifier:
     _: KW_ONLY
     noise: InitVar[Noise | None] = None
     probe: bool = True
-    taps: Taps | None = field(default=None, init=False)
+    state_reader: StateReader | None = field(default=None, init=False)
     # position from which on passes over several positions are not exact, or not measured yet
     _exact_until: float = field(default=0, init=False)
 
@@ -454,7 +454,7 @@ class Verifier:
         """Have every pass from now on bring these features; UnreadableError if it cannot."""
         for index in wanted.caches:
             check_readable(self.rollback.caches, index)
-        self.taps = Taps(self.model, wanted, self.keys_values)
+        self.state_reader = StateReader(self.model, wanted, self.keys_values)
 
     def keys_values(self, index: int) -> KeysValues:
         """Contents of a cache now; UnreadableError for one without keys and values."""
@@ -462,9 +462,9 @@ class Verifier:
 
     def fed_features(self) -> tuple[FeatureRows, int]:
         """Rows of the latest `feed`, and how many positions it had."""
-        assert self.taps is not None
-        assert self.taps.features is not None, "asked for rows before a pass"
-        return self.taps.features, self.taps.num_rows
+        assert self.state_reader is not None
+        assert self.state_reader.features is not None, "asked for rows before a pass"
+        return self.state_reader.features, self.state_reader.num_rows
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """Add tokens of the text to what logits processors see."""
@@ -512,9 +512,9 @@ class Verifier:
             how["call"] = partial(tree_pass, rows=rows)
         if embeddings is not None:
             how["input_embeddings"] = embeddings[None]
-        if self.taps is None:
+        if self.state_reader is None:
             return self.rollback.forward(self.model, tokens, **how)
-        return self.taps.read(partial(self.rollback.forward, self.model, tokens, **how))
+        return self.state_reader.read(partial(self.rollback.forward, self.model, tokens, **how))
 
     def quantize(self) -> None:
         """Quantize caches, in the caller's list, that are long enough; after a rollback."""
@@ -561,7 +561,7 @@ class Verifier:
         end = self.rollback.end
         if takes_trees(self.rollback) and first_inexact(self.model, end, on_trees=True) is None:
             return True
-        if self.taps is None:
+        if self.state_reader is None:
             warn_of_chains(self.model)
         return False
 
@@ -594,7 +594,7 @@ class Verifier:
             num_fed += num_drafted
         while fed.shape[0] > 1 and (room := self.measure_width() or num_fed) < fed.shape[0]:
             self.feed(fed[:room], in_round=True)
-            if self.taps is not None:
+            if self.state_reader is not None:
                 rows.append(self.fed_features()[0])
             fed = fed[room:]
         if num_drafted:
@@ -603,7 +603,7 @@ class Verifier:
         logits = self.feed(fed, embeddings, draft.parents, in_round=True)
         pass_ = self.judge(logits[-num_drafted - 1 :], draft, drafted, position, num_fed)
         to_compute = pass_.to_compute
-        if self.taps is not None:
+        if self.state_reader is not None:
             features, _ = self.fed_features()
             pass_.features = features = FeatureRows.joined([*rows, features]) if rows else features
             if features.top_tokens is not None:
