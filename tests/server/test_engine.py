@@ -727,14 +727,14 @@ def test_stop_ends_it_in_every_state(
     clients: list[Client] = []
     if state == "loading":
         loads, may_load = threading.Event(), threading.Event()
-        load = Models.load_given
+        load = Models.load_default
 
         def slow(self: Models) -> Any:
             loads.set()
             assert may_load.wait(60)
             return load(self)
 
-        monkeypatch.setattr(Models, "load_given", slow)
+        monkeypatch.setattr(Models, "load_default", slow)
         starts = threading.Thread(target=engine.start)
         starts.start()
         assert loads.wait(60)

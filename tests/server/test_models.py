@@ -299,12 +299,12 @@ def test_a_name_of_no_model_leaves_the_loaded_one_where_it_is(folder: Path, tmp_
         expected = ask(engine, draft_model=str(draft)).text
         loaded = engine.models.loaded
         assert loaded is not None
-        drafter = loaded.own_draft_model[1]
+        drafter = loaded.requested_draft_model[1]
         for request in wrong:
             with pytest.raises((RequestError, ModelFolderError)):
                 ask(engine, **request)
             assert engine.models.loaded is loaded, request
-            assert loaded.own_draft_model[1] is drafter, request
+            assert loaded.requested_draft_model[1] is drafter, request
         assert ask(engine).text == expected
 
 

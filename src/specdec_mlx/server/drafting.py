@@ -48,7 +48,7 @@ class Drafters:
             if not (flags.waits_for_target and waits_for_model(spec)):
                 self.choice.make(spec)
 
-    def check(self, loaded: Loaded, *, is_given: bool) -> None:
+    def check(self, loaded: Loaded, *, is_default: bool) -> None:
         """Make the drafters of the flags for a model; raises ValueError if they do not fit it.
 
         A memory or a table must fit the model that was given at the start. It is left out for
@@ -56,9 +56,9 @@ class Drafters:
         """
         specs = self._specs_of(self._specs, loaded)
         drafters = [self._make(spec, loaded) for spec in specs.values()]
-        for file in [*kept_files(drafters), self.flags.remembered]:
+        for file in [*files_of(drafters), self.flags.remembered]:
             if file is not None:
-                if is_given:
+                if is_default:
                     file.check_tokenizer(loaded.tokenizer)
                 file.leave_out_others()
         context = DraftContext(tokenizer=loaded.tokenizer)
@@ -117,13 +117,13 @@ class Drafters:
 
         A head's files are read as safetensors only, because others are programs.
         """
-        if loaded.own_draft_model[0] != name:
+        if loaded.requested_draft_model[0] != name:
             try:
                 model = DraftModel(name)
                 if not model.is_head:
                     with explained(name):
                         pass
-                loaded.own_draft_model = "", None  # freed before the next one is loaded
+                loaded.requested_draft_model = "", None  # freed before the next one is loaded
                 drafter = (
                     load_head(name, loaded.model, torch_files=False)
                     if model.is_head
@@ -132,8 +132,8 @@ class Drafters:
             except (ValueError, OSError, RuntimeError) as error:
                 logging.warning("The draft model of a request is not loaded: %s", error)
                 raise ModelFolderError(f"draft_model: {NOT_HERE}") from error
-            loaded.own_draft_model = name, drafter
-        return loaded.own_draft_model[1]
+            loaded.requested_draft_model = name, drafter
+        return loaded.requested_draft_model[1]
 
 
 def drafter_name(spec: str) -> str:
@@ -141,7 +141,7 @@ def drafter_name(spec: str) -> str:
     return Path(spec).name if is_place_of_model(spec) else name_in(spec)
 
 
-def kept_files(drafters: Iterable[Drafter | None]) -> list[KeptFile]:
+def files_of(drafters: Iterable[Drafter | None]) -> list[KeptFile]:
     """The memories and tables that drafters draw on."""
     parts: list[Any] = [as_given(part) for drafter in drafters for part in all_drafters(drafter)]
     values = [value for part in parts for value in getattr(part, "__dict__", {}).values()]

@@ -175,7 +175,7 @@ class Engine:
             try:
                 maybe_set_recommended_wired_limit()
                 if self.settings.model is not None:
-                    self._warm_up(self.models.load_given())
+                    self._warm_up(self.models.load_default())
                 self._is_ready.set_result(None)
             except BaseException as error:
                 self._is_ready.set_exception(error)

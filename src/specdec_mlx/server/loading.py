@@ -52,7 +52,7 @@ class Loaded:
         sampling: arguments of `Sampling` that its generation config recommends.
         sight: how pictures are shown to it; None for a model that was loaded without its vision.
         drafters: the drafters that were made for it, by their specs.
-        own_draft_model: name and drafter of the draft model that a request named last.
+        requested_draft_model: name and drafter of the draft model that a request named last.
         has_rows: its texts can be rows of one batch.
         prefix_files: files of the caches of its texts.
         closing: closed when the model is freed.
@@ -67,7 +67,7 @@ class Loaded:
     sampling: dict[str, Any] = field(default_factory=dict)
     sight: Sight | None = None
     drafters: dict[str, Drafter | None] = field(default_factory=dict)
-    own_draft_model: tuple[str, Drafter | None] = ("", None)
+    requested_draft_model: tuple[str, Drafter | None] = ("", None)
     has_rows: bool = False
     prefix_files: PrefixFiles | None = None
     closing: ExitStack = field(default_factory=ExitStack)

@@ -40,7 +40,7 @@ Names = tuple[str, str | None]  # of a model and its adapter
 
 
 class Models:
-    """The models; `load_given`, `load`, `drafter` and `reset` belong to the engine's thread."""
+    """The models; `load_default`, `load`, `drafter` and `reset` belong to the engine's thread."""
 
     def __init__(self, settings: ServerSettings) -> None:
         """Make what needs no target; raises ValueError and MissingPackageError for a wrong flag."""
@@ -55,15 +55,15 @@ class Models:
         The adapter that was given at the start belongs to the given model, however a client
         spells its name.
         """
-        name, given = request.model, self.settings.model
+        name, default = request.model, self.settings.model
         if not can_be_looked_up(name):
             raise self._not_here()
         loaded = None if self.loaded is None else self.loaded.name
-        if loaded is not None and loaded != given and name == public_name(loaded):
+        if loaded is not None and loaded != default and name == public_name(loaded):
             return loaded, request.adapter
-        if given is not None and self._is_given(name, given):
-            is_own = request.adapter is None
-            return given, self.settings.adapter_path if is_own else request.adapter
+        if default is not None and self._is_default(name, default):
+            has_adapter = request.adapter is not None
+            return default, request.adapter if has_adapter else self.settings.adapter_path
         if name in ("", DEFAULT_MODEL):
             raise RequestError("This server was started without --model. Name a model.")
         if not self.settings.allows_model(name):
@@ -71,13 +71,13 @@ class Models:
             raise ModelFolderError(f"{refused('model', name)}{hint}")
         return name, request.adapter
 
-    def _is_given(self, name: str, given: str) -> bool:
+    def _is_default(self, name: str, default: str) -> bool:
         """True for a name of the model that was given at the start."""
-        if name in ("", DEFAULT_MODEL, given, public_name(given)):
+        if name in ("", DEFAULT_MODEL, default, public_name(default)):
             return True
         folder = Path(name).expanduser()
         if folder.exists():
-            return folder.resolve() == Path(given).expanduser().resolve()
+            return folder.resolve() == Path(default).expanduser().resolve()
         is_free = not name.startswith(PATH_STARTS) and not is_in_cache(name)
         return self.settings.any_model_name and is_free
 
@@ -93,15 +93,15 @@ class Models:
             logging.warning("A request's model cannot be loaded: %s", error)
             if request.adapter is not None:
                 raise RequestError(NO_ADAPTER) from error
-            is_given = self.names_of(request)[0] == self.settings.model
-            raise self._not_here(is_given) from error
+            is_default = self.names_of(request)[0] == self.settings.model
+            raise self._not_here(is_default) from error
 
-    def _not_here(self, is_given: bool = False) -> ModelFolderError:
+    def _not_here(self, is_default: bool = False) -> ModelFolderError:
         """The error for the name of a model. For a path it is the same, whatever is there."""
         takes_any = self.settings.any_model_name or self.settings.model is None
-        return ModelFolderError(f"model: {NOT_HERE}{'' if takes_any or is_given else ANY_NAME}")
+        return ModelFolderError(f"model: {NOT_HERE}{'' if takes_any or is_default else ANY_NAME}")
 
-    def load_given(self) -> Loaded:
+    def load_default(self) -> Loaded:
         """Load the model that was given at the start; raises the reason, which no client gets."""
         names = self.names_of(TextRequest())
         return self._replace(self.loader.open(*names, sees=False, free=self.reset))
@@ -122,7 +122,7 @@ class Models:
 
     def _replace(self, loaded: Loaded) -> Loaded:
         """Free the model before, and read this model's weights; raises ValueError."""
-        self.drafters.check(loaded, is_given=loaded.name == self.settings.model)
+        self.drafters.check(loaded, is_default=loaded.name == self.settings.model)
         self.reset()
         mx.eval(loaded.model.parameters())
         loaded.has_rows = self.loader.can_hold_rows(loaded.model)
@@ -191,9 +191,10 @@ class Models:
 
     def listed(self) -> list[dict[str, Any]]:
         """The models that a client may name: `id`, `created`, and `context_length` if loaded."""
-        own = [self.settings.model, None if self.loaded is None else self.loaded.name]
-        here = [name for name, folder in models_in(None) if has_files(folder)]
-        names = [*map(public_name, filter(None, own)), *filter(self.settings.allows_model, here)]
+        loaded = None if self.loaded is None else self.loaded.name
+        names = [*map(public_name, filter(None, [self.settings.model, loaded]))]
+        cached = [name for name, folder in models_in(None) if has_files(folder)]
+        names += filter(self.settings.allows_model, cached)
         return [self._entry(name, name) for name in dict.fromkeys(names)]
 
     def named(self, name: str) -> dict[str, Any]:
