@@ -119,7 +119,8 @@ class Engine:
 
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
-        tokenizer, sight = self.models.tokenizer_for(request), self.models.sight_for(request)
+        loaded, tokenizer = self.models.loaded_for(request), self.models.tokenizer_for(request)
+        sight = loaded and loaded.sight
         return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
     def unload(self) -> Future[None]:

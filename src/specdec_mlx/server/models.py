@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing.candidates import models_in
 from specdec_mlx.errors import ModelFolderError
@@ -20,7 +19,6 @@ from specdec_mlx.models.loading import check_folder, explained, is_in_cache
 from specdec_mlx.server.drafting import NOT_HERE, Drafters
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.loading import Loaded, Loader
-from specdec_mlx.server.pictures import Sight
 from specdec_mlx.server.prefix_files import files_for
 from specdec_mlx.server.requests import RequestError, TextRequest
 
@@ -40,7 +38,7 @@ Names = tuple[str, str | None]  # of a model and its adapter
 
 
 class Models:
-    """The models; `load_default`, `load`, `drafter` and `reset` belong to the engine's thread."""
+    """The models; `load_default`, `load` and what frees them belong to the engine's thread."""
 
     def __init__(self, settings: ServerSettings) -> None:
         """Make what needs no target; raises ValueError and MissingPackageError for a wrong flag."""
@@ -157,19 +155,10 @@ class Models:
             loaded.closing.close()
         self.flags.save_memory()
 
-    def drafter(self, request: TextRequest, loaded: Loaded) -> tuple[Drafter | None, str]:
-        """Who drafts for a request, and its name; raises ValueError and MissingPackageError."""
-        return self.drafters.choose(request, loaded)
-
     def loaded_for(self, request: TextRequest) -> Loaded | None:
         """The model for a request, if it is loaded; raises RequestError. Any thread may ask."""
         names, loaded = self.names_of(request), self.loaded
         return loaded if loaded is not None and loaded.names == names else None
-
-    def sight_for(self, request: TextRequest) -> Sight | None:
-        """How pictures are shown to the model for a request, if it is loaded so."""
-        loaded = self.loaded_for(request)
-        return None if loaded is None else loaded.sight
 
     def can_see(self, request: TextRequest) -> bool:
         """True if the model for a request may be shown pictures; raises RequestError for none.

@@ -82,7 +82,7 @@ class PrefixFiles:
         self._headers = dict[Path, Header]()
         for part in folder.glob(f"{PART}*"):  # of a process that was killed
             part.unlink(missing_ok=True)
-        for _, _, path in self._by_age(f"{key}-*.safetensors"):
+        for path in folder.glob(f"{key}-*.safetensors"):
             try:
                 header = Header.of(path)
                 if header.key != key:
@@ -141,20 +141,15 @@ class PrefixFiles:
             logging.warning(f"Prompt cache: {self.folder} cannot be written: {error}")
 
     def _delete_oldest(self) -> None:
-        files = [file for file in self._by_age("*") if OURS.fullmatch(file[-1].name)]
+        files = list[tuple[int, int, Path]]()
+        for path in filter(lambda path: OURS.fullmatch(path.name), self.folder.iterdir()):
+            with suppress(FileNotFoundError):  # deleted by another server
+                files.append((path.stat().st_mtime_ns, path.stat().st_size, path))
         excess = sum(size for _, size, _ in files) - self.most_bytes
-        for _, size, path in files:
+        for _, size, path in sorted(files):
             if excess > 0:
                 excess -= size
                 path.unlink(missing_ok=True)
-
-    def _by_age(self, pattern: str) -> list[tuple[int, int, Path]]:
-        """Time of the last use, size and path of files, the oldest first."""
-        found = []
-        for path in self.folder.glob(pattern):
-            with suppress(FileNotFoundError):  # deleted by another server
-                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-        return sorted(found)
 
     def _put_aside(self, path: Path, error: Exception) -> None:
         """Rename a file that cannot be used; one that is gone was the oldest."""

@@ -198,7 +198,7 @@ class ServedText:
         check_bias(request.penalties.get("logit_bias"), vocab_size_of(self.loaded.model))
         processors = make_logits_processors(**request.penalties)
         self.processors: list[LogitsProcessor] = processors
-        self.drafter, self.drafter_name = models.drafter(request, self.loaded)
+        self.drafter, self.drafter_name = models.drafters.choose(request, self.loaded)
         if self.drafter is not None:
             if preparation.prediction:
                 self.drafter = predicting(self.drafter, preparation.prediction)

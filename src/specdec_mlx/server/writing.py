@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sized
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -66,35 +65,11 @@ def options_of(text: ServedText, store: Callable[[ServedText], None]) -> dict[st
     }
 
 
-class Writing(ABC):
-    """Texts that are being written; `texts` are those that have not ended."""
-
-    texts: Sized
-
-    @property
-    @abstractmethod
-    def has_place(self) -> bool:
-        """True if another text may join."""
-
-    @abstractmethod
-    def join(self, text: ServedText) -> Writing:
-        """Write another text beside these; an error ends that text alone."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """Read a part of a prompt, or write a token."""
-
-    @abstractmethod
-    def close(self, error: Exception) -> None:
-        """End all texts with an error. Nothing is left to do if there are none."""
-
-
-class WritingAlone(Writing):
+class WritingAlone:
     """One text, written by the loop."""
 
     def __init__(self, text: ServedText, settings: ServerSettings) -> None:
-        self.settings = settings
-        self.texts: list[ServedText] = [text]
+        self.texts, self.settings = [text], settings
         self.generation: Generation | None = None
         self._tokens = self._write(text)
 
@@ -103,7 +78,7 @@ class WritingAlone(Writing):
         """True if the texts of the model can be rows."""
         return self.texts[0].loaded.has_rows
 
-    def join(self, text: ServedText) -> Writing:
+    def join(self, text: ServedText) -> WritingTogether:
         """Write both as rows of a batch; this text goes on from its caches."""
         (before,) = self.texts
         batch = WritingTogether(text.loaded, self.settings)
@@ -193,12 +168,12 @@ class WritingAlone(Writing):
         text.store_caches(target.position, copy.deepcopy(target.caches))
 
 
-class WritingTogether(Writing):
+class WritingTogether:
     """Several texts, written as the rows of one batch."""
 
     def __init__(self, loaded: Loaded, settings: ServerSettings) -> None:
         self.settings = settings
-        self.texts: dict[int, ServedText] = {}
+        self.texts = dict[int, ServedText]()
         self.batch = BatchGeneration(
             loaded.model,
             options=shared_options(loaded, settings),
@@ -298,6 +273,10 @@ class WritingTogether(Writing):
                 with suppress(CacheRollbackError), mx.stream(self.batch.options.stream):
                     alone = self.batch.passes.extract(row)
                     text.store_caches(alone.rewind_to(num_known), alone.caches)
+
+
+Writing = WritingAlone | WritingTogether
+"""Texts that are written. Nobody but `WritingAlone.join` tells the two ways apart."""
 
 
 def without_readers(drafter: Drafter | None) -> Drafter | None:

@@ -267,7 +267,7 @@ def test_a_server_makes_what_learns_on_for_its_target(folder, loaded, draft):
 
     def made(target: nn.Module) -> Any:
         loaded = Loaded("target", None, target, None, {}, ())
-        drafter: Any = models.drafter(TextRequest(), loaded)[0]
+        drafter: Any = models.drafters.choose(TextRequest(), loaded)[0]
         return drafter.drafters[1]
 
     first = made(loaded[0])
