@@ -16,13 +16,13 @@ from specdec_mlx.draft_length.value import DraftLength
 from specdec_mlx.sampling import Noise, Sampler, Sampling
 
 
-def max_tokens_of(given: Any, least: int = 0) -> int:
-    """A number of tokens to write, -1 for no limit; ValueError for anything else."""
-    return -1 if given == -1 else check_int("max_tokens", given, least, ", or -1 for no limit")
+def max_tokens_of(value: Any, least: int = 0) -> int:
+    """A checked number of tokens to generate, -1 for no limit. Raises ValueError."""
+    return -1 if value == -1 else check_int("max_tokens", value, least, ", or -1 for no limit")
 
 
 def noise_of(seed: int | None) -> Noise:
-    """The noise of a seed, of MLX's global state for None; ValueError for anything else."""
+    """The noise of a seed. None takes a seed from MLX's global state. Raises ValueError."""
     return Noise.from_global_state() if seed is None else Noise(check_int("seed", seed))
 
 
@@ -35,19 +35,19 @@ def check_sampler(sampler: object) -> None:
         )
 
 
-def processors_of(given: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-    """The logits processors; ValueError for anything but a list of them."""
-    if isinstance(given, Sequence) and all(map(callable, given)):
-        return list(given)
+def processors_of(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+    """A list of logits processors. Raises ValueError."""
+    if isinstance(processors, Sequence) and all(map(callable, processors)):
+        return list(processors)
     raise argument_error(
-        "logits_processors", given, f"a list of processors, such as [{short_repr(given)}]"
+        "logits_processors", processors, f"a list of processors, such as [{short_repr(processors)}]"
     )
 
 
 def sampler_of(
     sampler: Sampler | Sampling | None, temp: float | None, **filters: float
 ) -> Sampler | Sampling | None:
-    """The sampler that the options name; None for greedy decoding. Raises ValueError.
+    """The sampler of the options. None for greedy decoding. Raises ValueError.
 
     filters: `top_p`, `min_p` and `top_k` of a `Sampling`, 0 for none.
     """
@@ -143,7 +143,8 @@ class Options:
                 checked[name] = check_int(name, value, 1)
         filters = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k}
         checked["sampler"] = sampler_of(self.sampler, self.temp, **filters)
-        # `dataclasses.replace` gives all fields again, and a sampler excludes a temperature
+        # `dataclasses.replace` passes all fields again. A temperature next to the sampler that was
+        # made of it would be an error.
         checked |= {"temp": None} | dict.fromkeys(filters, 0)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -172,7 +173,7 @@ class BatchArguments(TypedDict, total=False):
 
 
 class TextArguments(BatchArguments, total=False):
-    """The fields of `Options` that are of one text, but for two."""
+    """`BatchArguments` and the fields that belong to one text."""
 
     seed: int | None
     prompt_cache: list[Any] | None
