@@ -94,4 +94,5 @@ def until(holds: Callable[[], Any], seconds: float = 240) -> None:
 def drafter_of(flags: Flags, target: nn.Module, **asked: Any) -> Any:
     """Who drafts for a request to a server with these flags, for a loaded target."""
     known: Any = "target", None, target, None, {}, ()
-    return Models(ServerSettings(flags=flags)).drafters.choose(TextRequest(**asked), Loaded(*known))[0]
+    drafters = Models(ServerSettings(flags=flags)).drafters
+    return drafters.choose(TextRequest(**asked), Loaded(*known))[0]

@@ -120,7 +120,7 @@ class Engine:
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
         loaded, tokenizer = self.models.loaded_for(request), self.models.tokenizer_for(request)
-        sight = loaded and loaded.sight
+        sight = None if loaded is None else loaded.sight
         return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
     def unload(self) -> Future[None]:

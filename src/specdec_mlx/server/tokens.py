@@ -34,7 +34,7 @@ def tokenize(engine: Engine, body: Object) -> Object:
         check_length(prompt, tokenizer, bound)
         tokens = encoded(tokenizer, prompt)
     else:
-        sight = loaded and loaded.sight
+        sight = None if loaded is None else loaded.sight
         tokens = read_prompt(request, tokenizer, engine.settings, most=bound, sight=sight).tokens
     return {"count": len(tokens), "max_model_len": loaded and bound, "tokens": tokens}
 
