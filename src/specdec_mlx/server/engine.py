@@ -39,8 +39,9 @@ from specdec_mlx.server.tickets import GONE, ServedText, Ticket, prepare
 from specdec_mlx.server.writing import Writing, WritingAlone, shared_options
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
-# Seconds for the pass that is under way when the process ends, or a model that is being loaded
-GRACE = 5.0
+# Seconds for the pass that is under way when the process ends, or a model that is being loaded, and
+# for clients to take the last of their replies
+GRACE = 5
 
 
 class Order(Enum):
@@ -69,7 +70,6 @@ class Engine:
         self._unloading: deque[Future[None]] = deque()
         self._served_at = time.monotonic()  # the last request
         self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
-        self._has_kept = Flag()
         self._is_ready: Future[None] = Future()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -145,7 +145,7 @@ class Engine:
             self._has_ended.wait()
 
     def end(self) -> None:
-        """End all texts because the process ends: what was learned is kept, and nothing is freed.
+        """End all texts because the process ends. What was learned is kept.
 
         Clients are told at once. A pass that takes longer than `GRACE` is not waited for.
         """
@@ -153,7 +153,7 @@ class Engine:
         self._fail_all()
         if self.ranks.are_several:  # which wait for each other, and end as Python ends
             self._has_ended.wait()
-        elif not self._has_kept.wait(GRACE):
+        elif not self._has_ended.wait(GRACE):
             self.keep()
 
     def keep(self) -> None:
@@ -189,7 +189,6 @@ class Engine:
             while self._unloading:
                 self._unloading.popleft().set_exception(ServerEndingError())
             self.keep()
-            self._has_kept.set()
             self.models.reset()
             self._forget()
             mx.clear_streams()

@@ -144,10 +144,8 @@ class Models:
 
     def unload(self) -> None:
         """Free the model and its draft models; the next request loads them again."""
-        self.reset()
         self.drafters.choice.model.forget()
-        gc.collect()
-        mx.clear_cache()
+        self.reset()
 
     def keep(self) -> None:
         """Write what was learned, and the memory, to their files."""

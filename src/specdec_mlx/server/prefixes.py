@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.caches import Rollback, leaves, strategy_for
@@ -19,7 +20,6 @@ from specdec_mlx.errors import CacheRollbackError
 if TYPE_CHECKING:
     from specdec_mlx.server.prefix_files import PrefixFiles
 
-UNBOUNDED = 2**63  # bytes
 MOST_POINTS = 16  # positions of one conversation at which states are kept
 
 States = dict[int, list[Any]]
@@ -96,7 +96,7 @@ class Prefixes:
 
     def __init__(self, most_entries: int, most_bytes: int | None = None) -> None:
         self.most_entries = most_entries
-        self.most_bytes = UNBOUNDED if most_bytes is None else most_bytes
+        self.most_bytes = inf if most_bytes is None else most_bytes
         self.entries: list[Prefix] = []  # the least recently used one first
 
     @property
@@ -171,7 +171,7 @@ class Prefixes:
         self.entries.append(entry)
         self.trim_to(self.most_bytes)
 
-    def trim_to(self, most_bytes: int) -> None:
+    def trim_to(self, most_bytes: float) -> None:
         """Forget the least recently used entries that are too many, or too large."""
         while self.entries and (len(self.entries) > self.most_entries or self.nbytes > most_bytes):
             del self.entries[0]

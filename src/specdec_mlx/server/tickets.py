@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -127,22 +128,18 @@ def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> P
         raise too_long(num_tokens, longest)
     wanted = settings.max_tokens if request.max_tokens is None else request.max_tokens
     max_tokens = room if wanted is None else min(wanted, room)
-    return Preparation(loaded, prompt, prediction, max_tokens, compile_grammar(request, tokenizer))
+    grammar = None
+    if has_grammar(request):
+        grammar = within(partial(compile_grammar, request, tokenizer))
+    return Preparation(loaded, prompt, prediction, max_tokens, grammar)
 
 
 def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
-    """The compiled grammar of a text, None for any text.
-
-    Raises RequestError and GrammarError, after a while at the latest.
-    """
-
-    def make() -> Grammar | None:
-        grammar = grammar_for(request, tokenizer)
-        if grammar is not None:
-            grammar.begin(compiled_tokenizer(tokenizer))
-        return grammar
-
-    return within(make) if has_grammar(request) else None
+    """The compiled grammar of a text, None for any text; raises RequestError and GrammarError."""
+    grammar = grammar_for(request, tokenizer)
+    if grammar is not None:
+        grammar.begin(compiled_tokenizer(tokenizer))
+    return grammar
 
 
 class GuardedGrammar(GrammarProcessor):
