@@ -80,7 +80,6 @@ def serve(
     from specdec_mlx.server.engine import Engine
     from specdec_mlx.server.models import Models
 
-    logging.basicConfig(level=settings.log_level, format=LOG)
     if mx.distributed.init().rank() > 0:  # the first one listens for all
         engine = Engine(Models(settings), settings)
         try:

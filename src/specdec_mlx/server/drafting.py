@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Drafters:
         """Raises ValueError and MissingPackageError for a wrong flag, before a target is loaded."""
         self.flags, self.choice = flags, flags.drafting
         self._specs = {drafter_name(spec): str(spec) for spec in self.choice.ordered}
-        self._memories: dict[str, Memory] = {}
+        self._memory_of = lru_cache(MOST_MEMORIES)(lambda owner: Memory())
         for spec in self._specs.values():
             if not (flags.waits_for_target and waits_for_model(spec)):
                 self.choice.make(spec)
@@ -73,7 +74,9 @@ class Drafters:
                 raise RequestError("Give drafter or draft_model, not both.")
             return self._draft_model(model, loaded), MODEL_DRAFTER
         names = self._specs if request.drafters is None else request.drafters
-        specs, memory = self._specs_of(names, loaded), self._memory_of(request)
+        specs = self._specs_of(names, loaded)
+        owner = {USER: request.user, KEY: request.key}.get(self.flags.memory_for)
+        memory = self._memory_of(owner) if owner else None  # the memory of everybody
         parts = [
             self.choice.make(spec, memory=memory)
             if memory is not None and takes(name, "memory")
@@ -99,18 +102,6 @@ class Drafters:
         if spec not in loaded.drafters:
             loaded.drafters[spec] = self.choice.make(spec, loaded.model)
         return loaded.drafters[spec]
-
-    def _memory_of(self, request: TextRequest) -> Memory | None:
-        """The memory of the user or the key of a request; None for the memory of everybody."""
-        owner = {USER: request.user, KEY: request.key}.get(self.flags.memory_for)
-        if not owner:
-            return None
-        memory = self._memories.pop(owner, None)
-        memory = Memory() if memory is None else memory
-        self._memories[owner] = memory
-        if len(self._memories) > MOST_MEMORIES:
-            del self._memories[next(iter(self._memories))]
-        return memory
 
     def _draft_model(self, name: str, loaded: Loaded) -> Drafter | None:
         """The drafter of a draft model or a head that a request names; the latest is kept.

@@ -33,7 +33,7 @@ from specdec_mlx.server.loading import Loaded
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import read_prompt
-from specdec_mlx.server.ranks import ServerRanks
+from specdec_mlx.server.ranks import PATIENCE, ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.tickets import GONE, ServedText, Ticket, prepare
 from specdec_mlx.server.writing import Writing, WritingAlone, shared_options
@@ -222,7 +222,7 @@ class Engine:
         """Wait for a request or an order, on the first rank."""
         self._has_news.clear()
         if not (self._waiting or self._unloading or self._is_ending):
-            self._has_news.wait(self.ranks.patience or self._idle_for())
+            self._has_news.wait(PATIENCE if self.ranks.are_several else self._idle_for())
         if self._is_ending:
             return None, Order.END
         if self._unloading or self._idle_for() == 0:

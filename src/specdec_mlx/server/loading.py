@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -117,15 +116,13 @@ class Loader:
         is_plain = self.settings.kv_bits is None and name not in self._blind
         return is_whole and is_plain and has_mlx_vlm() and is_vision_model(name)
 
-    def open(
-        self, name: str, adapter: str | None, *, sees: bool, free: Callable[[], None]
-    ) -> Loaded:
+    def open(self, name: str, adapter: str | None, *, sees: bool) -> Loaded:
         """A model whose files are all there. Its weights are read when they are evaluated.
+
+        A model that is spread over ranks is read at once.
 
         Args:
             sees: read a vision model with its vision, if mlx-vlm can.
-            free: frees the model before. It is called for a model that is spread over ranks, whose
-                weights are read at once.
 
         Raises:
             ModelFolderError: parts of a model are missing, or are no model's.
@@ -134,7 +131,7 @@ class Loader:
         check_adapter(adapter)
         with explained(name):
             try:
-                model, tokenizer, config, sight = self._read(name, adapter, sees, free)
+                model, tokenizer, config, sight = self._read(name, adapter, sees)
             except (ValueError, OSError):
                 raise
             except Exception as error:  # of files that only look like a model's
@@ -146,7 +143,7 @@ class Loader:
         tokenizer, sampling = self._with_template(tokenizer), self._sampling_of(name)
         return Loaded(name, adapter, model, tokenizer, config, files, sampling, sight)
 
-    def _read(self, name: str, adapter: str | None, sees: bool, free: Callable[[], None]) -> Any:
+    def _read(self, name: str, adapter: str | None, sees: bool) -> Any:
         """Model, tokenizer, configuration and sight.
 
         A vision model is read without its vision until a request has a picture, because its texts
@@ -161,7 +158,7 @@ class Loader:
                 self._blind.add(name)
                 logging.warning(f"{name} is shown no pictures: {error}")
         try:
-            read = self._read_text_model(name, adapter, free)
+            read = self._read_text_model(name, adapter)
         except ValueError:
             if not self.may_see(name, adapter):
                 raise
@@ -183,7 +180,7 @@ class Loader:
         tokenizer = load_tokenizer(path_of(name), options, config.get("eos_token_id"))
         return model, tokenizer, config, Sight(model, processor, tokenizer)
 
-    def _read_text_model(self, name: str, adapter: str | None, free: Callable[[], None]) -> Any:
+    def _read_text_model(self, name: str, adapter: str | None) -> Any:
         options: dict[str, Any] = {
             "tokenizer_config": self._tokenizer_config,
             "adapter_path": adapter,
@@ -193,7 +190,6 @@ class Loader:
         group = mx.distributed.init()
         if group.size() == 1:
             return mlx_lm.load(path_of(name), lazy=True, **options)
-        free()
         pipeline_group = group if self.settings.pipeline else None
         return load_on_ranks(path_of(name), pipeline_group=pipeline_group, **options)
 

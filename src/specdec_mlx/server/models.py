@@ -102,7 +102,7 @@ class Models:
     def load_default(self) -> Loaded:
         """Load the model that was given at the start; raises the reason, which no client gets."""
         names = self.names_of(TextRequest())
-        return self._replace(self.loader.open(*names, sees=False, free=self.reset))
+        return self._replace(self.loader.open(*names, sees=False))
 
     def load(self, request: TextRequest) -> Loaded:
         """The model for a request, loaded; raises RequestError and ModelFolderError.
@@ -115,7 +115,10 @@ class Models:
         if loaded is not None and loaded.fits(names, has_pictures=sees):
             return loaded
         with self._private(request):
-            opened = self.loader.open(*names, sees=sees, free=self.reset)
+            if mx.distributed.init().size() > 1:  # a model that is spread is read at once
+                with explained(names[0]):
+                    self.reset()
+            opened = self.loader.open(*names, sees=sees)
         return self._replace(opened)
 
     def _replace(self, loaded: Loaded) -> Loaded:

@@ -79,7 +79,9 @@ class Totals:
         """Name, words and value of each figure."""
         requests = [(f"num_requests_{name}", f"Requests {name}.", n) for name, n in gauges.items()]
         counters = COUNTERS.items()
-        return requests + [(f"{name}_total", words, self.counts[n]) for n, (name, words) in counters]
+        return requests + [
+            (f"{name}_total", words, self.counts[n]) for n, (name, words) in counters
+        ]
 
     def metrics(self, gauges: Mapping[str, int]) -> str:
         """Prometheus's text format; gauges: requests `running` and `waiting`."""

@@ -40,11 +40,10 @@ def shared_options(loaded: Loaded, settings: ServerSettings) -> Options:
     On several ranks texts are on the stream on which the ranks talk to each other.
     """
     are_several = mx.distributed.init().size() > 1
+    names = "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start"
+    by_flags: dict[str, Any] = {name: getattr(settings, name) for name in names}
     return Options(
-        prefill_step_size=settings.prefill_step_size,
-        kv_bits=settings.kv_bits,
-        kv_group_size=settings.kv_group_size,
-        quantized_kv_start=settings.quantized_kv_start,
+        **by_flags,
         tokenizer=loaded.tokenizer,
         stream=mx.default_stream(mx.default_device()) if are_several else generation_stream,
     )
