@@ -77,11 +77,10 @@ class Totals:
 
     def _figures(self, gauges: Mapping[str, int]) -> list[tuple[str, str, int]]:
         """Name, words and value of each figure."""
-        requests = [(f"num_requests_{name}", f"Requests {name}.", n) for name, n in gauges.items()]
-        counters = COUNTERS.items()
-        return requests + [
-            (f"{name}_total", words, self.counts[n]) for n, (name, words) in counters
-        ]
+        figures = [(f"num_requests_{name}", f"Requests {name}.", n) for name, n in gauges.items()]
+        for key, (name, words) in COUNTERS.items():
+            figures.append((f"{name}_total", words, self.counts[key]))
+        return figures
 
     def metrics(self, gauges: Mapping[str, int]) -> str:
         """Prometheus's text format; gauges: requests `running` and `waiting`."""
