@@ -645,6 +645,23 @@ def test_what_is_prepared_for_one_model_is_made_anew_for_another(
                 assert seen(client.wait()) == alone[name][i], (name, kind)
 
 
+def test_a_request_whose_model_is_freed_while_it_is_prepared_is_prepared_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules of a model that was freed have no parts any more."""
+    prepare = engine_module.prepare
+
+    def freed_meanwhile(*args: Any) -> Any:
+        if threading.current_thread() is engine._thread:
+            return prepare(*args)
+        engine.unload().result(60)
+        raise AttributeError("'Model' object has no attribute 'model'")
+
+    with running(folder, flags=with_flags()) as engine:
+        monkeypatch.setattr(engine_module, "prepare", freed_meanwhile)
+        assert begin(engine, 0).wait().text == plain(folder, prompt_of(0), 40)
+
+
 def seen(text: Written) -> tuple[Any, ...]:
     """What a client sees of a text, but for the ids of its calls."""
     assert text.ended

@@ -107,9 +107,11 @@ class Engine:
         try:
             ticket.preparation = prepare(ticket.request, loaded, self.settings)
         except Exception as error:
-            ticket.fail(error)
-        else:
-            self._queue(ticket)
+            if self.models.loaded is loaded:
+                ticket.fail(error)
+                return
+            # the model was freed meanwhile: the request is prepared again in its turn
+        self._queue(ticket)
 
     def _queue(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
