@@ -57,7 +57,7 @@ CORE = tuple(
 TOKENS = {
     "core": 22_250,
     "library": 123_550,
-    "lab": 72_900,
+    "lab": 71_800,
     "server": 44_150,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.

@@ -23,15 +23,15 @@ from specdec_mlx.drafters.choosing.registry import (
     takes,
 )
 from specdec_mlx.drafters.heads.loading import load_head
+from specdec_mlx.duck_typed import as_given
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.memory import Memory
-from specdec_mlx.memory.kept import KeptFile
+from specdec_mlx.memory.persistent import PersistentStore
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags
 from specdec_mlx.models.loading import explained
 from specdec_mlx.server.flags import DEFAULT_MODEL
 from specdec_mlx.server.loading import Loaded
 from specdec_mlx.server.requests import RequestError, TextRequest
-from specdec_mlx.strangers import as_given
 
 MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
 NOT_HERE = "this server has no such model that it can load. Its log says why."
@@ -132,8 +132,8 @@ def drafter_name(spec: str) -> str:
     return Path(spec).name if is_place_of_model(spec) else name_in(spec)
 
 
-def files_of(drafters: Iterable[Drafter | None]) -> list[KeptFile]:
+def files_of(drafters: Iterable[Drafter | None]) -> list[PersistentStore]:
     """The memories and tables that drafters draw on."""
     parts: list[Any] = [as_given(part) for drafter in drafters for part in all_drafters(drafter)]
     values = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
-    return [value for value in values if isinstance(value, KeptFile)]
+    return [value for value in values if isinstance(value, PersistentStore)]
