@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median_low, mode
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,6 +35,10 @@ SINGLE = 2.0  # bound of a width that was measured once, in excesses of the prio
 MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: no draft pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
+RELATED_WEIGHT = 0.5  # of a measurement at another depth, or of other rows, in measurements
+RIDGE = PRIOR_WEIGHT, 1.0, 10.0
+"""Weights of the prior scale, of "copied rows cost the same" and of "depth changes nothing", in
+measurements over five rows."""
 new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 
 
@@ -69,13 +73,15 @@ MILDEST = CURVES["mildest"]  # on an unknown machine; two measurements correct i
 
 def prior_for(model: nn.Module) -> Curve:
     """The curve of the chip nearest to this one, for weights and layers like this model's."""
-    layers = model.modules()
-    packed = [layer for layer in layers if hasattr(layer, "bits")]
+    packed = [layer for layer in model.modules() if hasattr(layer, "bits")]
     kinds = [f"{layer.bits} {getattr(layer, 'mode', 'affine')}" for layer in packed]
     kind = mode(kinds) if kinds else "float"
-    if any("Switch" in type(layer).__name__ for layer in layers):
-        kind = "experts"
-    return curve_for(kind)[1]
+    return curve_for("experts" if has_experts(model) else kind)[1]
+
+
+def has_experts(model: nn.Module) -> bool:
+    """True if a layer of the model chooses among experts for each row."""
+    return any("Switch" in type(layer).__name__ for layer in model.modules())
 
 
 def curve_for(kind: str) -> tuple[str, Curve]:
@@ -85,26 +91,44 @@ def curve_for(kind: str) -> tuple[str, Curve]:
     return next(fitting, ("mildest", MILDEST))
 
 
+Samples = dict[int, deque[float]]  # rows -> latest measured costs of passes
+Quantiles = dict[int, tuple[float, int]]  # rows -> a quantile of their costs, and their number
+
+
 @dataclass
 class CostModel:
-    """Cost of a pass over m rows, in passes over one row.
+    """Cost of a pass over m rows, in passes over one row, at one depth of the context.
 
-    An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
-    the measured one. first_rows: of the widest pass that may be tried at first. plain: seconds of
-    passes over one row; seconds: their median. ratios: rows -> measured costs. most_rows: of the
-    widest pass that may be tried now, 4 times the widest so far. needs_plain: True if a plain
-    round is due.
+    An isotonic fit through the measurements and the prior. The prior's excess over one row is
+    scaled. A linear regression over all related measurements finds the scale by two features: the
+    depth, and whether the rows copy text, where a model has experts (copied rows take the experts
+    of their neighbours). Related measurements count too, but less than this model's own.
+
+    Attributes:
+        first_rows: rows of the widest pass that may be tried at first.
+        depth: doublings of the context, or of the number of texts that share passes.
+        has_experts: measure rows that copy text apart from new rows.
+        related: cost models of the same kind at all depths, this one included.
+        plain: seconds of passes over one row. `seconds` is their median.
+        ratios, copied: measured costs of rows, and of rows that copy text if has_experts.
+        fitted: rows -> cost, for new rows and for rows that copy text.
+        most_rows: rows of the widest pass that may be tried now, 4 times the widest so far.
+        needs_plain: True if a plain round is due.
     """
 
     prior: Curve = MILDEST
     first_rows: int = FIRST_ROWS
+    depth: int = 0
+    has_experts: bool = False
+    related: list[CostModel] = field(default_factory=list, repr=False)
     plain: deque[float] = field(default_factory=partial(deque[float], maxlen=NUM_PLAIN))
-    ratios: dict[int, deque[float]] = field(default_factory=dict)
+    ratios: Samples = field(default_factory=dict)
+    copied: Samples = field(default_factory=dict)
+    fitted: tuple[dict[int, float], dict[int, float]] = ({}, {})
     seconds: float = 0.0
     most_rows: int = 1
     needs_plain: bool = True
-    fitted: dict[int, float] = field(default_factory=dict)
-    _measured: dict[int, tuple[float, int]] | None = None
+    _measured: list[Quantiles] = field(default_factory=list)
     _num_rounds: int = 0
     _due: int = 0
     _num_odd: int = 0
@@ -114,9 +138,10 @@ class CostModel:
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
         few = self.prior(self.first_rows)
         self.most_rows = max(m for m in WIDTHS if self.prior(m) <= few)
-        self._fit()
+        self.related.append(self)
+        self.refit()
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: int, seconds: float, *, is_copied: bool = False) -> None:
         """Add a round whose seconds are those of one pass."""
         if seconds <= 0:
             return
@@ -124,8 +149,9 @@ class CostModel:
         if rows == 1:
             self._add_plain(seconds)
         elif self.plain:
-            samples = self.ratios.setdefault(rows, new_samples())
-            self.measure(samples, seconds, rows, self.fitted.get(rows) or self(rows))
+            ratios = self.copied if is_copied and self.has_experts else self.ratios
+            samples = ratios.setdefault(rows, new_samples())
+            self.measure(samples, seconds, rows, self(rows, is_copied=is_copied))
         self.needs_plain = self._num_rounds >= self._due
 
     def _add_plain(self, seconds: float) -> None:
@@ -173,52 +199,78 @@ class CostModel:
         if self._doubted is not None:
             samples, cost = self._doubted
             samples.append(cost)
-            self._fit()
+            self.refit()
 
-    def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
-        """Take over the measured ratios of another one, or out of a file."""
-        self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
-        self.most_rows = max(self.most_rows, 4 * max(self.ratios, default=0))
-        self._fit()
-
-    def __call__(self, rows: int) -> float:
+    def __call__(self, rows: int, *, is_copied: bool = False) -> float:
         """Cost of a pass over `rows` >= 1, in passes over one; never falling."""
-        if rows in self.fitted:
-            return self.fitted[rows]
-        return float(np.interp(rows, list(self.fitted), list(self.fitted.values())))
+        fitted = self.fitted[is_copied]
+        if rows in fitted:
+            return fitted[rows]
+        return float(np.interp(rows, list(fitted), list(fitted.values())))
 
-    def _fit(self) -> None:
-        """Fit the measurements and the prior, whose excess is scaled by the measured one."""
-        excess = self._excess
-        measured = expected = PRIOR_WEIGHT * excess[FIRST_ROWS]
-        plain, found = PRIOR_WEIGHT, dict[int, tuple[float, int]]()
-        for rows, samples in self.ratios.items():
-            if rows not in excess:
-                excess[rows] = self.prior(rows) - 1.0
-            believed = excess[rows]
-            # Others use the machine too: it is slow by chance, never quick. So the lower quartile,
-            # and a single measurement proves little.
-            num = len(samples)
-            ratio = min(sorted(samples)[num // 4], 1.0 + rows) if num else 1.0
-            if num == 1:
-                ratio = min(ratio, 1.0 + SINGLE * believed)
-            found[rows] = ratio, num
-            measured += num * (ratio - 1.0)
-            expected += num * believed
-            plain += num
-        if found == self._measured:
+    def refit(self) -> None:
+        """Fit the prior to all that was measured."""
+        measured = [self._quantiles(self.ratios), self._quantiles(self.copied)]
+        if measured == self._measured:
             return
-        self._measured = found
-        scale = max(0.0, measured / expected) if expected > 0 else 1.0
-        # wide: another kernel
-        if self.prior.fits and max(found, default=0) <= FIRST_ROWS:
-            scale = min(scale, (plain + measured) / (plain + expected))
-        points = []
-        for rows in sorted(excess):
-            ratio, num = found.get(rows, (1.0, 0))
-            cost = PRIOR_WEIGHT * (1.0 + scale * excess[rows]) + num * ratio
-            points.append((cost / (PRIOR_WEIGHT + num), PRIOR_WEIGHT + num))
-        self.fitted = dict(zip(sorted(excess), isotonic(points), strict=True))
+        self._measured = measured
+        for model in self.related:
+            self.most_rows = max(self.most_rows, 4 * max(model.ratios, default=0))
+        scale = self._regress()
+        new = self._curve(0, scale)
+        self.fitted = new, self._curve(1, scale) if self.has_experts else new
+
+    def _quantiles(self, ratios: Samples) -> Quantiles:
+        """Rows -> their cost and number of measurements.
+
+        Other programs use the machine too: a pass is slow by chance, but never quick. So this is
+        the lower quartile, and a single measurement proves little.
+        """
+        found = {}
+        for rows, samples in ratios.items():
+            if num := len(samples):
+                believed = self._excess.setdefault(rows, self.prior(rows) - 1.0)
+                most = 1.0 + (SINGLE * believed if num == 1 else rows)
+                found[rows] = min(sorted(samples)[num // 4], most), num
+        return found
+
+    def _regress(self) -> Callable[[CostModel, int], float]:
+        """The scale of the prior's excess, for a cost model and for new or copied rows.
+
+        Ridge regression: without measurements the scale is 1, the same for copied rows and at all
+        depths.
+        """
+        few = max(self._excess[FIRST_ROWS], 1e-6)
+        left, right = few * np.diag(RIDGE), few * np.array([RIDGE[0], 0.0, 0.0])
+        for model in self.related:
+            for is_copied, found in enumerate(model._measured):
+                features = np.array([1.0, is_copied, model.depth])
+                for rows, (ratio, num) in found.items():
+                    left += num * model._excess[rows] * np.outer(features, features)
+                    right += num * (ratio - 1.0) * features
+        common, of_copied, of_depth = np.linalg.solve(left, right).tolist()
+        return lambda model, copied: max(0.0, common + of_copied * copied + of_depth * model.depth)
+
+    def _curve(
+        self, is_copied: int, scale_of: Callable[[CostModel, int], float]
+    ) -> dict[int, float]:
+        """The isotonic fit for new or copied rows."""
+        scale = scale_of(self, is_copied)
+        points = {m: [(1.0 + scale * more, PRIOR_WEIGHT)] for m, more in self._excess.items()}
+        for model in self.related:
+            for kind, found in enumerate(model._measured):
+                is_own = model is self and kind == is_copied
+                other = scale_of(model, kind)
+                times = scale / other if other > 0 and not is_own else 1.0
+                for rows, (ratio, num) in found.items():
+                    cost = 1.0 + times * (ratio - 1.0)
+                    weight = num if is_own else RELATED_WEIGHT * num
+                    points.setdefault(rows, []).append((cost, weight))
+        weighed = []
+        for rows in sorted(points):
+            weight = sum(weight for _, weight in points[rows])
+            weighed.append((sum(cost * w for cost, w in points[rows]) / weight, weight))
+        return dict(zip(sorted(points), isotonic(weighed), strict=True))
 
 
 @dataclass
