@@ -27,7 +27,7 @@ from specdec_mlx.errors import UnreadableError
 from specdec_mlx.exactness.probe import places_of, tree_report
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of, ways_back
 from specdec_mlx.loop import Token
-from specdec_mlx.models.anatomy import Taps
+from specdec_mlx.models.anatomy import StateReader
 from specdec_mlx.target import Verifier
 from specdec_mlx.trees.passes import takes_trees
 from specdec_mlx.trees.shape import path_to
@@ -296,7 +296,7 @@ class Case:
         reasons = {}
         for name, wanted in wishes.items():
             try:
-                Taps(self.model, wanted)
+                StateReader(self.model, wanted)
             except UnreadableError as error:
                 reasons[name] = str(error).partition(": ")[2].partition(". ")[0]
         return reasons
@@ -354,7 +354,7 @@ class Case:
 
     def read_in(self, ends: Sequence[int]) -> tuple[mx.array, FeatureRows]:
         """Logits and all rows of the prompt, in passes that end at these positions and the last."""
-        taps, caches = Taps(self.model, self.readable), make_prompt_cache(self.model)
+        taps, caches = StateReader(self.model, self.readable), make_prompt_cache(self.model)
         logits, rows = [], []
         for part in mx.split(mx.array([PROMPT]), list(ends), axis=1):
             logits.append(taps.read(partial(self.logits, part, caches)))

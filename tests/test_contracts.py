@@ -29,7 +29,7 @@ from specdec_mlx.contracts import (
     Features,
     Verdict,
 )
-from specdec_mlx.models.anatomy import Taps
+from specdec_mlx.models.anatomy import StateReader
 
 VOCAB = 128
 WRONG = next(token for token in range(VOCAB) if token not in plain(40))
@@ -122,7 +122,7 @@ class Reader(Given):
 def read_whole(name: str) -> FeatureRows:
     """Rows of the prompt and the text that follows it, in one pass."""
     model = target(name)
-    taps, text = Taps(model, Reader.features), [*PROMPT, *plain(40, model=model)]
+    taps, text = StateReader(model, Reader.features), [*PROMPT, *plain(40, model=model)]
     taps.read(lambda: model(mx.array([text]), cache=make_prompt_cache(model))[0])
     assert taps.features is not None
     return taps.features

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import importlib
+import inspect
 import io
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import mlx_lm
@@ -210,6 +211,33 @@ def test_the_api_page_has_every_public_name_and_no_other() -> None:
         "left out": {"specdec_mlx.Options"},
         "by a path": {"specdec_mlx.options.Options"},
     }
+
+
+def undocumented(page: str) -> list[str]:
+    """Public names, and members that a page shows, without a docstring that somebody wrote."""
+    paths = [f"specdec_mlx.{name}" for name in specdec_mlx.__all__]
+    for path in list(paths):
+        members = vars(value) if inspect.isclass(value := pkgutil.resolve_name(path)) else {}
+        paths += [
+            f"{path}.{name}"
+            for name, member in members.items()
+            if not name.startswith("_")
+            and isinstance(member, FunctionType | classmethod | staticmethod | property)
+        ]
+    for path, members in re.findall(r"(?m)^::: (\S+)\n(?: +options: .*\[(.*)\].*)?", page):
+        paths += [path, *(f"{path}.{name}" for name in re.findall(r"\w+", members))]
+    docstrings = {path: inspect.getdoc(pkgutil.resolve_name(path)) or "" for path in paths}
+    # a dataclass without a docstring gets its signature as one
+    return [
+        path
+        for path, text in docstrings.items()
+        if not text or text.startswith(f"{path.rpartition('.')[2]}(")
+    ]
+
+
+def test_public_names_have_docstrings() -> None:
+    """All other code has a docstring only where its name and types do not say it."""
+    assert undocumented(text_of(API)) == []
 
 
 @in_one_test("page", PAGES_WITH_CODE)

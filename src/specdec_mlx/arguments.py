@@ -85,7 +85,7 @@ def _value(text: str) -> int | float | bool | str | None:
     return text[1:-1] if _QUOTED.fullmatch(text) else text
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value for an error: short, and on one line; of a model, or what holds one, its class."""
     name = getattr(value, "__name__", None)
     if isinstance(name, str):
@@ -94,15 +94,15 @@ def shown(value: object) -> str:
     return " ".join(reprlib.repr(value).split()) if is_plain else type(value).__name__
 
 
-def wrong(name: str, value: object, expected: str) -> ValueError:
+def argument_error(name: str, value: object, expected: str) -> ValueError:
     """The error that names an argument, its value, and what it takes."""
-    return ValueError(f"{name}={shown(value)}: expected {expected}.")
+    return ValueError(f"{name}={short_repr(value)}: expected {expected}.")
 
 
 def require(owner: object, holds: bool, name: str, expected: str) -> None:
     """Raise ValueError, with the name of an object's attribute and its value, unless `holds`."""
     if not holds:
-        got = f"{type(owner).__name__}({name}={shown(getattr(owner, name))})"
+        got = f"{type(owner).__name__}({name}={short_repr(getattr(owner, name))})"
         raise ValueError(f"{got}: expected {expected}.")
 
 
@@ -113,14 +113,16 @@ def require_cap(owner: Any) -> None:
     require(owner, holds, "num_draft", some)
 
 
-def whole(name: str, value: Any, least: int | None = None, or_else: str = "") -> int:
+def check_int(name: str, value: Any, least: int | None = None, or_else: str = "") -> int:
     """An argument that is an int, NumPy's too; ValueError for others, and less than `least`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None or (least is not None and number < least):
-        raise wrong(name, value, f"an int{'' if least is None else f' >= {least}'}{or_else}")
+        raise argument_error(
+            name, value, f"an int{'' if least is None else f' >= {least}'}{or_else}"
+        )
     return number
 
 

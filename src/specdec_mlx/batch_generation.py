@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchResponse, BatchStats, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.arguments import DEFAULT_DRAFTER, check_names, whole, wrong
+from specdec_mlx.arguments import DEFAULT_DRAFTER, argument_error, check_int, check_names
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
@@ -77,15 +77,15 @@ def batch_stream_generate(
     """
     check_names(options, batch_stream_generate, Options)
     tokenizer = loaded(model, tokenizer)
-    num_samples = whole("num_samples", num_samples, 1)
+    num_samples = check_int("num_samples", num_samples, 1)
     if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes):
-        raise wrong("prompts", prompts, "a list of prompts. For one, give [prompt]")
+        raise argument_error("prompts", prompts, "a list of prompts. For one, give [prompt]")
     how = Options(**options, tokenizer=tokenizer)
     batch = BatchGeneration(
         model,
         resolve(drafter, draft_model, model, tokenizer),
         how,
-        Schedule(whole("completion_batch_size", completion_batch_size, 1)),
+        Schedule(check_int("completion_batch_size", completion_batch_size, 1)),
         stop_tokens=frozenset(tokenizer.eos_token_ids),
         returns_caches=return_prompt_caches,
     )
@@ -286,4 +286,4 @@ def _seeds(given: int | Sequence[int | None] | None) -> Iterable[int | None]:
         return repeat(None)
     if isinstance(given, Iterable) and not isinstance(given, str):
         return given
-    return count(whole("seed", given))
+    return count(check_int("seed", given))

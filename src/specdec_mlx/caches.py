@@ -1,7 +1,8 @@
-"""Going back: a model's caches as one, with a position that can be moved back.
+"""Going back: all caches of a model as one object with a position that can be moved back.
 
-All caches move together or not at all: an exception in the middle, Ctrl-C included, leaves them
-where they were. Each cache class of mlx-lm has a strategy, which alone knows its insides.
+All caches move together or not at all. An exception in the middle, Ctrl-C included, leaves them
+where they were. Each cache class of mlx-lm has a strategy, which is the only code that knows the
+attributes of that class.
 """
 
 from __future__ import annotations
@@ -34,17 +35,22 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """How one class of cache goes back; as it is, by the cache's own `trim`.
+    """How one class of cache goes back. This base class uses the cache's own `trim`.
 
-    must_restore: going back may need what `save` took before the pass, which is kept until the
-    verdict. gathers: `gather` can keep some of the last rows and drop those between them, which
-    trees need. `back` is a number of positions > 0.
+    Attributes:
+        name: shown to users.
+        must_restore: going back may need what `save` took before the pass, which is kept until the
+            verdict.
+        gathers: `gather` can keep some of the last rows and drop the rows between them, as trees
+            need.
+        saves_by_name: `save` copies the attributes and nothing else.
+        takes_any_width: a pass of any width is exact.
     """
 
     name = "trim"
     must_restore = False
     gathers = False
-    # nothing but the attributes is saved, and any width is exact: no call in each pass
+    # Set from the overridden methods, so that the common caches need no calls in each pass.
     saves_by_name = takes_any_width = True
 
     def __init_subclass__(cls) -> None:
@@ -52,11 +58,11 @@ class Strategy:
         cls.takes_any_width = cls.widest_pass is Strategy.widest_pass
 
     def save(self, cache: Any) -> Any:
-        """All that `restore` needs, taken before a pass; no buffer is copied."""
+        """Data for `restore`, taken before a pass. No buffer is copied."""
         return vars(cache).copy()
 
     def restore(self, cache: Any, saved: Any) -> None:
-        """Put the cache back exactly as it was when it was saved."""
+        """Put the cache back exactly as it was when `saved` was taken."""
         vars(cache).update(saved)
 
     def can_trim(self, cache: Any, back: int) -> bool:
@@ -64,33 +70,33 @@ class Strategy:
         return True
 
     def trim(self, cache: Any, back: int) -> int:
-        """Drop the last `back` positions; return how many were dropped."""
-        if cache.empty():  # made for a layer that has no attention, and never fed
+        """Drop the last `back` positions. Returns the number dropped."""
+        if cache.empty():  # a layer without attention never feeds its cache
             return back
         return int(cache.trim(back))
 
     def widest_pass(self, cache: Any) -> int | None:
-        """Most positions that one pass may have and still be exact; None for any number."""
+        """Most positions of one exact pass. None for any number."""
         return None
 
-    def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
-        """Of the `last` positions keep those with the given indices, in this order.
+    def gather(self, cache: Any, last: int, rows: Sequence[int]) -> None:
+        """Keep the rows with these ascending indices among the `last` positions.
 
-        As it is, for caches that hold one row a position.
+        This base method is for caches with one row for each position.
         """
         if not cache.empty():
-            # in a window rows are shifted
+            # A window has dropped its oldest rows, so that a row's index is not its position.
             begin = getattr(cache, "_idx", cache.offset) - last
-            cache.keys = _moved(cache.keys, begin, kept)
-            cache.values = _moved(cache.values, begin, kept)
-        self.trim(cache, last - len(kept))
+            cache.keys = _moved(cache.keys, begin, rows)
+            cache.values = _moved(cache.values, begin, rows)
+        self.trim(cache, last - len(rows))
 
 
 Trim = Strategy
 
 
 class TrimToPath(Trim):
-    """Trim, or keep some of the last rows, for caches that hold one row a position."""
+    """Trim or gather, for caches that keep one row for each position and drop none."""
 
     gathers = True
 
@@ -108,7 +114,7 @@ class TrimAndSlice(Trim):
 
 
 class SavedBuffers(Trim):
-    """Trim where that is enough; else put the buffers from before the pass back."""
+    """Trim where that is enough; else put back the buffers from before the pass."""
 
     must_restore = True
 
@@ -120,19 +126,22 @@ class SavedBuffers(Trim):
 
 
 class RotatingWindow(SavedBuffers):
-    """A rotating window: in temporal order after a pass over several positions, so sliced then.
+    """A rotating window. A pass over several positions leaves it in temporal order.
 
-    With `keep` > 0 the mask for several positions forgets the kept tokens once the window is full:
-    a pass may only fill it up.
+    With `keep` > 0, mlx-lm's mask for several positions forgets the kept tokens once the window is
+    full, so that a wide pass may only fill the window.
     """
 
     name = "window"
     gathers = True
 
     def can_trim(self, cache: Any, back: int) -> bool:
+        # Nothing has been overwritten yet.
         if cache.offset <= cache.max_size:
             return True
         rows = cache.keys.shape[2]
+        # Rows can be cut off at the end only while the end is the latest position, and only if a
+        # full window, or the complete text, is left.
         in_order = cache._idx == rows
         return bool(in_order and (rows == cache.offset or rows - back >= cache.max_size))
 
@@ -150,7 +159,7 @@ class RotatingWindow(SavedBuffers):
 
 
 class Chunks(SavedBuffers):
-    """Trim, unless the pass dropped rows of an earlier chunk that are needed again."""
+    """Trim, unless the pass has dropped rows of an earlier chunk that are needed again."""
 
     name = "trim within chunks"
 
@@ -161,7 +170,7 @@ class Chunks(SavedBuffers):
 
 
 class Snapshot(SavedBuffers):
-    """Put back recurrent state from before the pass; kept tokens may have to be fed again."""
+    """Put back recurrent state from before the pass. Kept tokens may have to be fed again."""
 
     name = "snapshot and replay"
 
@@ -173,7 +182,7 @@ class Snapshot(SavedBuffers):
 
 
 class Unknown(Snapshot):
-    """A class that is not in the table: trimmed while it says that it can, else deep copies."""
+    """A class without a strategy: trim while it says that it can, else restore a deep copy."""
 
     def save(self, cache: Any) -> Any:
         return copy.deepcopy(vars(cache))
@@ -190,7 +199,7 @@ class Unknown(Snapshot):
 
 
 class SingleTokens(Snapshot):
-    """There is no known way back, so nothing is drafted."""
+    """No way back is known, so that nothing is drafted."""
 
     name = "single tokens"
 
@@ -221,9 +230,10 @@ READABLE = (KVCache, RotatingKVCache, QuantizedKVCache)
 
 
 def strategy_for(cache: Any) -> Strategy:
-    """Strategy of a cache; a class that is not in the table gets a general one, with its name."""
+    """Strategy of a cache. An unknown class gets a general strategy, and is registered."""
     kind = type(cache)
     if kind not in STRATEGIES:
+        # Without a `__dict__` there are no attributes to save and restore.
         has_names = hasattr(cache, "__dict__")
         STRATEGIES[kind] = Unknown() if has_names else SingleTokens()
         if not has_names:
@@ -236,27 +246,32 @@ def strategy_for(cache: Any) -> Strategy:
     return STRATEGIES[kind]
 
 
-def _moved(rows: Any, begin: int, kept: Sequence[int]) -> Any:
-    """Rows [..., S, D], those kept of the ones from `begin` on moved to `begin`; a new array."""
+def _moved(rows: Any, begin: int, accepted: Sequence[int]) -> Any:
+    """A new array of rows [..., S, D] in which the accepted rows follow `begin` directly.
+
+    accepted: ascending indices, counted from `begin`.
+    """
     if not isinstance(rows, mx.array):  # quantized: packed values, scales, biases
-        return type(rows)(_moved(part, begin, kept) for part in rows)
-    # ascending: those lie in place
-    skipped = sum(index == i for i, index in enumerate(kept))
-    index = mx.array([begin + row for row in kept[skipped:]])
+        return type(rows)(_moved(part, begin, accepted) for part in rows)
+    # The first accepted rows are in place already. In ascending order they are 0, 1, 2, ...
+    skipped = sum(index == i for i, index in enumerate(accepted))
+    index = mx.array([begin + row for row in accepted[skipped:]])
     axis = rows.ndim - 2
     moved = mx.take(rows, index, axis=axis)
     return mx.slice_update(rows, moved, mx.array([begin + skipped]), (axis,))
 
 
 def saved_buffer(value: Any) -> Any:
-    """The data under another name: writing through one array does not show in the other."""
+    """A second array over the same data, which later writes do not change."""
     if isinstance(value, mx.array):
+        # `cache.keys[...] = x` changes the Python object that every name refers to. Indexing makes
+        # a new object over the same data, and copy-on-write keeps the two apart.
         return value[...]
     return [saved_buffer(item) for item in value] if isinstance(value, list) else value
 
 
 def window_of(cache: Any) -> int | None:
-    """Number of tokens after which a cache forgets; None if it keeps everything."""
+    """Number of tokens after which a cache forgets. None if it keeps everything."""
     for name in ("max_size", "chunk_size", "window_size"):
         if isinstance(size := getattr(cache, name, None), int):
             return size
@@ -264,7 +279,7 @@ def window_of(cache: Any) -> int | None:
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:
-    """All caches that hold state, nested lists resolved, in a fixed order."""
+    """All caches that hold state, in a fixed order. Nested lists are resolved."""
     for cache in caches:
         if parts := parts_of(cache):
             yield from leaves(parts)
@@ -273,12 +288,12 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def leaves_of(model: nn.Module) -> list[Any]:
-    """The caches that a model makes for a text, nested lists resolved; nothing is fed to them."""
+    """New caches of a model, with nested lists resolved."""
     return list(leaves(make_prompt_cache(model)))
 
 
 def parts_of(cache: Any) -> Sequence[Any]:
-    """What a list of caches holds, mlx-lm's or mlx-vlm's; nothing of one that holds state."""
+    """The members of a list of caches, mlx-lm's or mlx-vlm's. Empty for other caches."""
     parts: Sequence[Any] = getattr(cache, "caches", ())
     return parts
 
@@ -287,31 +302,36 @@ T = TypeVar("T")
 
 
 def states_of(caches: Sequence[Any]) -> list[Any]:
-    """The arrays that caches hold, to be computed together; no handle on them is to be kept."""
-    # mlx-lm 0.31's have none before they are fed
+    """The arrays in the caches, to be computed together.
+
+    Keep none of them: a second reference makes the next pass copy its buffers.
+    """
+    # In mlx-lm 0.31 a cache has no state before it is fed.
     return [getattr(cache, "state", ()) for cache in caches]
 
 
 def wait_for(caches: Sequence[Any]) -> None:
-    """Wait until all that was fed to caches is computed."""
     mx.eval(states_of(caches))
 
 
 def chain_pass(
     model: nn.Module, tokens: mx.array, caches: Sequence[Any], **inputs: Any
 ) -> mx.array:
-    """Logits [S, V] of a pass over tokens [S] in a row, lazy."""
+    """Lazy logits [S, V] of a pass over consecutive tokens [S]."""
     logits: mx.array = model(tokens[None], cache=caches, **inputs).squeeze(0)
     return logits
 
 
 @dataclass
 class Rollback:
-    """A model's caches, and how many positions they hold of what this object was fed.
+    """A model's caches, and the number of positions that they hold.
 
-    caches: the caller's own list, whose entries may be replaced (kv_bits does). states: how
-    recurrences go step by step once the prompt was read, or None. base: positions of earlier texts,
-    of which caches know but for those kept elsewhere.
+    Attributes:
+        caches: the caller's own list. Its entries may be replaced, as `kv_bits` does.
+        position: positions fed through this object.
+        states: recurrent states of each position of a pass, once the prompt was read. None if
+            unknown.
+        base: positions of earlier texts in the caches.
     """
 
     caches: list[Any]
@@ -319,12 +339,12 @@ class Rollback:
     states: RecurrentStates | None = None
     base: int = 0
     checkpoints: list[tuple[int, list[Any]]] = field(default_factory=list)
-    """Positions, and what each cache needs to go back there; None for one that needs nothing."""
-    _found: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
-    _found_in: list[Any] = field(default_factory=list, compare=False)
+    """Positions, with the data that each cache needs to return there. None if it needs none."""
+    _strategies: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
+    _strategies_of: list[Any] = field(default_factory=list, compare=False)
     _take_any_width: bool = True
     _chosen: dict[int, Strategy] = field(default_factory=dict)
-    """Index among all caches -> its way back into the latest pass, where it has one of its own."""
+    """Index among all caches -> strategy for the latest pass only, from its recurrent states."""
 
     def __post_init__(self) -> None:
         offsets = [cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset")]
@@ -333,7 +353,7 @@ class Rollback:
 
     @classmethod
     def of(cls, model: nn.Module, caches: list[Any] | None = None) -> Rollback:
-        """Of caches that are in step with the model's text; without any, of new ones."""
+        """Caches that are at the end of the model's text, or new caches."""
         return cls(caches or make_prompt_cache(model))
 
     def forward(
@@ -343,10 +363,12 @@ class Rollback:
         call: Callable[..., mx.array] | None = None,
         **inputs: Any,
     ) -> mx.array:
-        """One pass of a model over tokens [S]; logits [S, V]. Exceptions change no cache.
+        """Run one pass of a model over tokens [S]. Returns logits [S, V].
 
-        call: calls the model, from (model, tokens [S], caches, **inputs) to logits [S, V]; None for
-        tokens in a row.
+        An exception changes no cache.
+
+        call: runs the model on (model, tokens [S], caches, **inputs) and returns logits [S, V].
+        None for consecutive tokens.
         """
         width, states = tokens.shape[0], self.states
         run = partial(call or chain_pass, model, tokens, self.caches, **inputs)
@@ -360,7 +382,7 @@ class Rollback:
         return logits
 
     def checkpoint(self) -> None:
-        """Remember this position, before a pass with a draft; of earlier ones the last is kept."""
+        """Save this position before a pass with a draft. Also keeps the last earlier checkpoint."""
         saved = [s.save(cache) if s.must_restore else None for cache, s in self.strategies()]
         earlier = self.checkpoints
         while earlier and earlier[-1][0] >= self.position:
@@ -369,11 +391,9 @@ class Rollback:
 
     @contextmanager
     def undone(self, position: int | None = None) -> Iterator[None]:
-        """Take back the passes of this block, those before `position` excepted.
-
-        The ways back stay as they were before the block: a round that is still handed out needs
-        its checkpoint.
-        """
+        """Take back the passes of this block, down to `position` (by default all of them)."""
+        # A round that is still being handed out needs its checkpoint, so that the block must not
+        # replace it.
         before, ways = self.position, (self.checkpoints, self._chosen)
         self.checkpoint()
         try:
@@ -385,16 +405,18 @@ class Rollback:
                 self._chosen = chosen
 
     def advance(self, num_positions: int) -> None:
-        """Note a pass over `num_positions` that was not made by `forward`."""
+        """Count a pass over `num_positions` that `forward` did not run."""
         self._chosen = {}
         self.position += num_positions
 
     def drop_checkpoints(self) -> None:
-        """Forget all checkpoints, so that no saved buffer outlives its round."""
+        """Forget all checkpoints."""
+        # A saved buffer is a second reference: kept for longer than its round, it would make every
+        # pass copy the cache.
         self.checkpoints = []
 
     def widest_pass(self) -> int | None:
-        """Most positions that one pass may have here; None for any number."""
+        """Most positions of the next pass. None for any number."""
         pairs = self.strategies()
         if self._take_any_width:
             return None
@@ -403,37 +425,38 @@ class Rollback:
 
     @property
     def end(self) -> int:
-        """Positions that the caches hold, those of earlier turns included."""
+        """Positions in the caches, earlier texts included."""
         return self.base + self.position
 
-    def keep(self, position: int, kept: Sequence[int]) -> int:
-        """Keep some positions of a draft that began at `position`; see `rewind_to`.
+    def keep(self, position: int, accepted: Sequence[int]) -> int:
+        """Keep the accepted positions of a draft that began at `position`; see `rewind_to`.
 
-        kept: ascending indices, `range(n)` or a path; CacheRollbackError if rows between cannot be
-        dropped.
+        accepted: ascending indices: `range(n)` for a chain, or a path in a tree. Raises
+        CacheRollbackError if rows between them cannot be dropped.
         """
-        # ascending, so that this is a chain's head
-        if not kept or kept[-1] == len(kept) - 1:
-            return self.rewind_to(position + len(kept))
+        # Ascending indices that end with n - 1 are 0 to n - 1, the beginning of a chain.
+        if not accepted or accepted[-1] == len(accepted) - 1:
+            return self.rewind_to(position + len(accepted))
 
         def gather() -> None:
             for layer, (cache, strategy) in enumerate(self.strategies()):
                 if not strategy.gathers:
                     raise CacheRollbackError(
-                        f"Cache {layer} ({type(cache).__name__}) cannot keep rows {list(kept)} of "
-                        "a draft and drop those between them. Draft chains with this kind of cache."
+                        f"Cache {layer} ({type(cache).__name__}) cannot keep rows "
+                        f"{list(accepted)} of a draft and drop the rows between them. Draft chains "
+                        "with this kind of cache."
                     )
-                strategy.gather(cache, self.position - position, kept)
+                strategy.gather(cache, self.position - position, accepted)
 
         self._all_or_nothing(gather)
-        self.position = position + len(kept)
+        self.position = position + len(accepted)
         return self.position
 
     def rewind_to(self, position: int) -> int:
-        """Go back to `position`, or to the last checkpoint before it if a cache cannot stop there.
+        """Go back to `position`, or to the last checkpoint before it.
 
-        Returns the position reached; what lies between has to be fed again. Raises
-        CacheRollbackError, all caches as before, if one cannot go back.
+        Returns the position reached; the tokens from there on have to be fed again. Raises
+        CacheRollbackError, with all caches as before, if a cache cannot go back.
         """
         back = self.position - position
         if back <= 0:
@@ -441,6 +464,8 @@ class Rollback:
 
         def go_back() -> int:
             pairs = self.strategies()
+            # One cache that cannot trim sends all caches to the checkpoint, because all must hold
+            # the same positions.
             if all(strategy.can_trim(cache, back) for cache, strategy in pairs):
                 self._check([strategy.trim(cache, back) for cache, strategy in pairs], back)
                 return back
@@ -450,23 +475,28 @@ class Rollback:
         return self.position
 
     def strategies(self) -> list[tuple[Any, Strategy]]:
-        """Every cache that holds state, with its strategy; found anew where one was replaced."""
-        if [*map(id, self._found_in)] != [*map(id, self.caches)]:
-            self._found_in = list(self.caches)
-            self._found = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
-            self._take_any_width = all(s.takes_any_width for _, s in self._found)
+        """Every cache that holds state, with its strategy."""
+        # Quantization replaces entries of the list.
+        if [*map(id, self._strategies_of)] != [*map(id, self.caches)]:
+            self._strategies_of = list(self.caches)
+            self._strategies = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
+            self._take_any_width = all(s.takes_any_width for _, s in self._strategies)
         if not self._chosen:
-            return self._found
-        return [(cache, self._chosen.get(i) or s) for i, (cache, s) in enumerate(self._found)]
+            return self._strategies
+        return [(cache, self._chosen.get(i) or s) for i, (cache, s) in enumerate(self._strategies)]
 
     def _all_or_nothing(self, change: Callable[[], T]) -> T:
-        """Put every cache back if a change of them raises; a note says which cannot be."""
+        """Run a change of the caches, and put all of them back if it raises.
+
+        A note on the exception names a cache that cannot be put back.
+        """
         before = [
             (cache, s, vars(cache).copy() if s.saves_by_name else s.save(cache))
             for cache, s in self.strategies()
         ]
         try:
             return change()
+        # KeyboardInterrupt is no Exception.
         except BaseException as error:
             self._chosen = {}
             for cache, strategy, saved in before:
@@ -477,7 +507,7 @@ class Rollback:
             raise
 
     def _return_to_checkpoint(self, position: int) -> int:
-        """Go back to the last checkpoint at or before a position; return how far back that is."""
+        """Go to the last checkpoint at or before a position. Returns the number of steps back."""
         earlier = [(at, saved) for at, saved in self.checkpoints if at <= position]
         if not earlier:
             kinds = sorted({type(cache).__name__ for cache in leaves(self.caches)})
@@ -497,7 +527,7 @@ class Rollback:
         return back
 
     def _check(self, dropped: Sequence[int], back: int) -> None:
-        """Raise CacheRollbackError unless every cache dropped what was asked."""
+        """Raise CacheRollbackError unless every cache dropped `back` positions."""
         for layer, (cache, got) in enumerate(zip(leaves(self.caches), dropped, strict=True)):
             if got != back:
                 raise CacheRollbackError(
@@ -510,9 +540,9 @@ _unusable: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def mark_unusable(caches: Sequence[Any], reason: str) -> None:
-    """Have these caches refused by every later generation: it is not known what they hold."""
+    """Have every later generation refuse these caches, because their contents are unknown."""
     for cache in leaves(caches):
-        with suppress(TypeError):  # of a class that cannot be referred to weakly
+        with suppress(TypeError):  # a class with slots may not allow weak references
             _unusable[cache] = reason
 
 
@@ -523,21 +553,21 @@ OTHER_THREAD = (
 
 
 def is_of_other_thread(error: BaseException) -> bool:
-    """True if MLX refused to compute here what another thread has begun."""
+    """True for MLX's refusal to compute what another thread has begun."""
     return isinstance(error, RuntimeError) and "in current thread" in str(error)
 
 
 def note_other_thread(error: BaseException) -> None:
-    """Say on MLX's error about threads what the caller did."""
+    """Explain MLX's error about threads on the exception."""
     if is_of_other_thread(error):
         error.add_note(f"This generation {OTHER_THREAD}")
 
 
 @contextmanager
 def refused_after_failure(caches: Sequence[Any]) -> Iterator[None]:
-    """Have caches refused from now on if this block, which brings them in order, fails.
+    """Have caches refused from now on if this block, which puts them in order, fails.
 
-    Raises CacheRollbackError in the place of MLX's error about threads.
+    MLX's error about threads becomes a CacheRollbackError.
     """
     try:
         yield
@@ -551,7 +581,7 @@ def refused_after_failure(caches: Sequence[Any]) -> Iterator[None]:
 
 
 def check_usable(caches: Sequence[Any]) -> None:
-    """Raise CacheRollbackError for caches that an earlier generation could not bring in order."""
+    """Raise CacheRollbackError for caches that `mark_unusable` has marked."""
     for cache in leaves(caches):
         reason = None
         with suppress(TypeError):

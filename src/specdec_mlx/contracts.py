@@ -1,8 +1,8 @@
 """The contracts between the parts: what a drafter hands over, what a rule returns.
 
-K is the number of draft tokens in a round and V the target's vocabulary size. Who writes a drafter
-needs `Drafter`, `Session` and `Draft`; who writes a rule, `AcceptanceRule`, `TargetRows` and
-`Verdict`.
+K is the number of draft tokens in a round, and V is the target's vocabulary size. Authors of
+drafters need `Drafter`, `Session` and `Draft`. Authors of rules need `AcceptanceRule`, `TargetRows`
+and `Verdict`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ROOT = -1  # parent of a draft token that continues the text itself
 
 
 def chain(num_tokens: int) -> list[int]:
-    """Parents of a chain; [K]."""
+    """Parents [K] of a chain."""
     return list(range(ROOT, num_tokens - 1))
 
 
 def first_path(parents: Sequence[int]) -> list[int]:
-    """The nodes of the chain of first children."""
+    """Nodes of the chain of first children."""
     path: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (path[-1] if path else ROOT):
@@ -44,11 +44,11 @@ def first_path(parents: Sequence[int]) -> list[int]:
 
 
 SHARE_EDGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.0)
-"""Lower ends of the classes of a share of the votes, or of the times that something was seen."""
+"""Lower bounds of the classes 2 to 8 of a share of votes or of sightings."""
 
 
 PLACES_EDGES = (2, 3, 6)
-"""Of the number of places that vote for a token, or of the times that it was seen."""
+"""Lower bounds of the classes 2 to 4 of a number of votes or of sightings."""
 
 
 def share_class(share: float) -> int:
@@ -57,7 +57,7 @@ def share_class(share: float) -> int:
 
 
 def places_class(num: int) -> int:
-    """Class of a number of places, at least 1; 1 to 4."""
+    """Class of a number of places, 1 to 4."""
     return 1 + bisect_right(PLACES_EDGES, num)
 
 
@@ -68,13 +68,16 @@ Origin = Literal["draft", "correction", "bonus", "plain"]
 
 
 class Evidence(NamedTuple):
-    """Evidence for one draft token; no rule reads it, it only helps to choose how many to draft.
+    """Evidence for one draft token. It helps to choose the draft length, and no rule reads it.
 
-    match: length of the match, or another strength >= 0 of the drafter's own; 0: nothing known.
-    share, places: share of the votes, and number of voters, as classes of this module; 0:
-    nothing known. rank: place among the tokens proposed after the same ones. confidence: largest
-    probability of the draft model here, known before the draw; None: nothing known. is_drawn: it is
-    drawn, and not the likeliest. is_free: no step was run for it.
+    Attributes:
+        match: length of the match, or another strength >= 0 of the drafter's own. 0 if unknown.
+        share: class of the share of votes, by `share_class`. 0 if unknown.
+        places: class of the number of voters, by `places_class`. 0 if unknown.
+        rank: index among the tokens that were proposed after the same tokens.
+        confidence: largest probability of the draft model here, before the draw. None if unknown.
+        is_drawn: the token was drawn, and is not simply the likeliest.
+        is_free: no step of a model was run for this token.
     """
 
     match: int = 0
@@ -87,7 +90,7 @@ class Evidence(NamedTuple):
 
 
 class Step(Enum):
-    """Decision at one position of a draft, its draw unseen: go on, stop after or before it."""
+    """Decision at one position of a draft, before its token is drawn."""
 
     GO_ON = "go on"
     STOP_AFTER = "stop after"
@@ -95,7 +98,7 @@ class Step(Enum):
 
 
 GoesOn = Callable[[Sequence[Evidence]], Step]
-"""Decides from the evidence of a draft's positions so far, the present one's last."""
+"""Decides from the evidence of all positions so far. The last is the present position."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,6 @@ class Draft:
     parents: Sequence[int] | None = None
 
     def __len__(self) -> int:
-        """K."""
         return len(self.tokens)
 
     @cached_property
@@ -129,17 +131,17 @@ class Draft:
 
     @property
     def tree(self) -> Sequence[int]:
-        """`parents`, of a chain too; [K]."""
+        """Parents [K], of a chain too."""
         return chain(len(self)) if self.parents is None else self.parents
 
     @property
     def match(self) -> int:
-        """The first token's match, by which drafts are compared where nothing is learned."""
+        """Match of the first token, by which drafts are compared before anything is learned."""
         first = self.evidence[0] if self.evidence else 0
         return first.match if isinstance(first, Evidence) else first
 
     def head(self, num_tokens: int) -> Draft:
-        """The first `num_tokens` of it; of a tree too, since parents stand before children."""
+        """The first `num_tokens` tokens. Part of a tree is a tree: parents come first."""
         if num_tokens >= len(self):
             return self
         return Draft(
@@ -158,19 +160,19 @@ class Draft:
             return self
         return self._some(first_path(self.parents))
 
-    def until(self, ends: Set[int]) -> Draft:
-        """The draft without tokens after a token of `ends`. Its tokens have to be computed.
+    def until(self, end_tokens: Set[int]) -> Draft:
+        """The draft without the tokens after an end token. The tokens must be computed.
 
-        A drawn token may decide about later tokens, because they then count as never drawn.
+        A drawn token may decide about later tokens, because those then count as never drawn.
         """
-        places = {ROOT: ROOT}  # node -> its place among those that stay
+        new_index = {ROOT: ROOT}  # node -> its index among the nodes that stay
         for node, parent in enumerate(self.tree):
-            if parent in places and (parent == ROOT or self.tokens[parent] not in ends):
-                places[node] = len(places) - 1
+            if parent in new_index and (parent == ROOT or self.tokens[parent] not in end_tokens):
+                new_index[node] = len(new_index) - 1
         if self.parents is None:
-            return self.head(len(places) - 1)
-        _, *nodes = places
-        return self._some(nodes, [places[self.parents[node]] for node in nodes])
+            return self.head(len(new_index) - 1)
+        _, *nodes = new_index
+        return self._some(nodes, [new_index[self.parents[node]] for node in nodes])
 
     def _some(self, nodes: list[int], parents: Sequence[int] | None = None) -> Draft:
         tokens = self.tokens
@@ -191,13 +193,19 @@ NO_DRAFT = Draft()  # an empty draft: the round is plain decoding
 class RoundRecord:
     """One round as it happened.
 
-    drafted, accepted, emitted: tokens; emitted = accepted + 1 unless max_tokens cut the round. fed:
-    positions of the pass. seconds: from the reading of the round before to this one's.
-    draft_seconds, verify_seconds: host time for proposing, and for launching the pass and waiting
-    (a model's lazy steps run inside verify). steady: launched and read in the same mode, the caller
-    not busy for most of it; only then are the seconds those of one pass. ahead: launched before the
-    round before was read. context: positions on the caches before. part: key of the draft's
-    drafter, or "".
+    Attributes:
+        drafted, accepted: tokens.
+        emitted: accepted + 1, unless max_tokens cut the round.
+        fed: positions of the pass.
+        seconds: from the reading of the round before to the reading of this round.
+        draft_seconds: host seconds for proposing.
+        verify_seconds: host seconds for launching the pass and waiting. Lazy steps of a draft model
+            run inside them.
+        steady: `seconds` are the time of one pass, because this pass and the next were launched in
+            the same mode and the caller was away for a short time only.
+        ahead: launched before the round before was read.
+        context: positions in the caches before the pass.
+        part: key of the draft's drafter, or "".
     """
 
     drafted: int
@@ -215,24 +223,31 @@ class RoundRecord:
 
     @property
     def pass_seconds(self) -> float:
-        """Seconds without those of drafting: those of the pass, where it is steady."""
+        """Seconds without drafting. In a steady round they are the time of the pass."""
         return self.seconds - self.draft_seconds
 
 
 @dataclass(frozen=True)
 class DraftContext:
-    """The generation that a drafter drafts for, as far as it may know it.
+    """The generation as far as a drafter may know it.
 
-    sampling: of the target's tokens, which a drafter that draws must draw under; None for an opaque
-    sampler. noise: randomness, keyed by purpose and position. coupled: drafts are drawn from the
-    noise of the target's own draws. logits_processors: (tokens [n], logits [1, V]) -> logits.
-    draft_cache: caches for a draft model that the caller wants kept in step, or None.
-    prefill_step_size: most positions of the prompt at a time. target_caches: for drafters that run
-    layers of the target, how many tokens they hold (`position`) and what (`keys_values`), of which
-    nothing is to be kept; None where several texts are written at once. shared_drafts: begins the
-    session of a draft model or head (drafter, prompt, context) as one of several texts; None for a
-    text alone. num_unseen: first positions of the prompt, of which readers of the target's states
-    see nothing.
+    Attributes:
+        sampling: distribution of the target's tokens, under which a drafter that draws must draw.
+            None for an opaque sampler.
+        noise: randomness, keyed by purpose and position.
+        coupled: drafts are drawn from the noise of the target's own draws.
+        logits_processors: (tokens [n], logits [1, V]) -> logits [1, V].
+        vocab_size: V.
+        tokenizer: the target's, or None.
+        draft_cache: the caller's caches for a draft model, to be kept in step with the text, or
+            None.
+        prefill_step_size: most positions of the prompt in one pass.
+        target_caches: for drafters that run layers of the target: the number of tokens in the
+            caches (`position`) and their contents (`keys_values`), of which nothing may be kept.
+            None where several texts are generated at once.
+        shared_drafts: begins the session of a draft model or head, from (drafter, prompt, context),
+            as one of several texts. None for a single text.
+        num_unseen: positions at the front of the prompt whose target states no reader gets.
     """
 
     sampling: Sampling | None = None
@@ -250,16 +265,19 @@ class DraftContext:
     def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:
         """Standard Gumbel noise [V] for drawing token `index` of a draft.
 
-        start: tokens emitted before the draft. Keyed by both: a `start` that comes again after a
-        verdict would draw from noise that had a say in it, and bias the text (`check_drafter` sees
-        it). Under the coupled rule it is the target's own noise at that position. In a tree each
-        node has an `index` of its own (coupled: its depth), for independent draws; siblings that
-        are to differ are the largest few of log q + one row, and declare q without those before.
+        Under the coupled rule this is the target's own noise at that position, and `index` is the
+        depth in a tree. Otherwise each node of a tree has its own `index`, for independent draws.
+        Siblings that must differ are the largest few of log q + one row, and declare q without the
+        siblings before them.
+
+        start: tokens emitted before the draft.
         """
+        # Keyed by both numbers. Noise that comes again after a verdict has influenced that verdict,
+        # and would bias the text.
         return self.draft_gumbels(start, 1, index)[0]
 
     def draft_gumbels(self, start: int, n: int, first: int = 0) -> Float[mx.array, "n vocab"]:
-        """The noise of n tokens of a draft from `first` on, one row each, in fewer operations."""
+        """Noise [n, V] of n tokens of a draft from `first` on."""
         assert self.noise is not None
         assert self.vocab_size is not None
         places = [
@@ -283,7 +301,7 @@ class Session(ABC):
 
     @abstractmethod
     def propose(self, limit: int) -> Draft:
-        """Continue the text with 0 to `limit` tokens; `limit` >= 0."""
+        """Continue the text with 0 to `limit` tokens."""
 
     @abstractmethod
     def observe(self, tokens: Sequence[int]) -> None:
@@ -299,50 +317,51 @@ class Session(ABC):
 
     @property
     def can_stop(self) -> bool:
-        """True if `propose_while` asks; by default, if it is overridden."""
+        """True if `propose_while` calls `goes_on`. By default, if it is overridden."""
         return type(self).propose_while is not Session.propose_while
 
     @property
     def forks(self) -> bool:
-        """True for a session that costs time if its drafts are trees."""
+        """True if its drafts are trees, and trees cost it time."""
         return False
 
     def see(self, features: FeatureRows) -> None:  # noqa: B027  # optional
-        """Take the rows of further positions of the text, lazy, before they are observed.
+        """Take the states of further positions of the text, before those are observed.
 
-        Evaluate or drop the rows of one chunk of the prompt before the next chunk. By default they
-        are dropped.
+        The arrays are lazy. Evaluate or drop the arrays of one chunk of the prompt before the next
+        chunk. By default they are dropped.
         """
 
     @property
     def reads_target(self) -> bool:
-        """True if the rows are used; by default, if `see` is overridden."""
+        """True if `see` uses the states. By default, if it is overridden."""
         return type(self).see is not Session.see
 
     def see_rejected(  # noqa: B027  # optional
         self, tokens: Sequence[int], features: FeatureRows
     ) -> None:
-        """Take draft tokens [n] that were not kept and their rows, after `see` took the others.
+        """Take rejected draft tokens [n] and their states, after `see` took the others.
 
-        Called where the drafter's `features` ask for rejected rows. By default they are dropped.
+        Called if the drafter's `features` ask for rejected rows. By default they are dropped.
         """
 
     def close(self, length: int) -> None:  # noqa: B027  # optional
         """Called once at the end. The caller got the first `length` tokens of prompt + observed."""
 
     def parts(self, key: str) -> Sequence[tuple[str, Session]]:
-        """The sessions that it is made of, each with its drafter's key; by default itself alone.
+        """The sessions that it is made of, each with its drafter's key. By default itself.
 
-        key: of its own drafter.
+        key: key of its own drafter.
         """
         return [(key, self)]
 
     def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
-        """The sessions that are asked in its place, in groups; by default itself alone.
+        """The sessions to ask in its place, in groups. By default itself.
 
-        The groups are asked in order, until one has a draft. Of a group's cheap sessions the point
-        mass worth most is taken. A session that costs time is asked only where it promises more; a
-        cheap session's drawn draft is taken where no other is. See `draft_length.drafting`.
+        The groups are asked in order until one has a draft. Among the deterministic drafts of a
+        group's cheap sessions, the most valuable draft is taken. A session that costs time is asked
+        only if it promises more. A draft that a cheap session drew is taken if there is no other.
+        See `draft_length.drafting`.
         """
         return [[(key, self)]]
 
@@ -367,40 +386,40 @@ class Drafter(ABC):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Start a generation after `prompt` [n] token ids, before the target has read it.
 
-        It is a copy, to be kept if need be, and stays as it is.
+        The prompt is a copy that the session may keep.
         """
 
     @property
     def key(self) -> str:
-        """Its name in saved measurements. By default its class and options (`repr`)."""
+        """Name in saved measurements. By default the class and its options (`repr`)."""
         return class_and_options(self)
 
     @property
     def class_name(self) -> str:
-        """Its name in messages."""
+        """Name in messages."""
         return type(self).__name__
 
     @property
     def features(self) -> Features | None:
-        """Features of the target that its sessions `see`; by default none."""
+        """Features of the target that the sessions `see`. By default none."""
         return None
 
     def models(self) -> Sequence[nn.Module]:
-        """Its own models, whose memory is kept wired; by default none."""
+        """Models of the drafter, whose memory is kept wired. By default none."""
         return ()
 
     def check(self, context: DraftContext) -> None:  # noqa: B027  # optional
-        """Raise a ValueError, before anything is computed, if it cannot draft for this target."""
+        """Raise a ValueError if it cannot draft for this target. Nothing is computed yet."""
 
     def keeps_draft_cache(self, context: DraftContext) -> bool:
         """True if its sessions keep `context.draft_cache` in step with the text.
 
-        In a combination no other drafter gets these caches. By default False.
+        No other drafter of a combination gets these caches. By default False.
         """
         return False
 
     def describe(self) -> str:
-        """A line about it for the user; by default "", which is not shown."""
+        """A line for the user. By default "", which is not shown."""
         return ""
 
 
@@ -412,7 +431,7 @@ def class_and_options(drafter: object) -> str:
 
 
 def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
-    """A drafter and its parts, itself first; nothing for None."""
+    """A drafter and, recursively, its parts. Nothing for None."""
     if drafter is not None:
         yield drafter
         for part in drafter.drafters:
@@ -420,7 +439,7 @@ def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
 
 
 def models_of(drafter: Drafter | None) -> list[nn.Module]:
-    """The models of a drafter and of its parts, each once."""
+    """The models of a drafter and of its parts, without repetition."""
     models = (model for part in all_drafters(drafter) for model in part.models())
     return list({id(model): model for model in models}.values())
 
@@ -429,50 +448,51 @@ def models_of(drafter: Drafter | None) -> list[nn.Module]:
 class Outcome:
     """Outcome of one round, known to the host.
 
-    kept: indices of the draft tokens kept, from the root down. tokens: [n + 1] emitted, the one
-    after the kept included; fewer where max_tokens cut them.
+    Attributes:
+        accepted: indices of the accepted draft tokens, from the root down.
+        tokens: [n + 1] emitted tokens, the last after the accepted ones; fewer if max_tokens cut
+            them.
     """
 
-    kept: Sequence[int]
+    accepted: Sequence[int]
     tokens: list[int]
 
     @property
     def num_accepted(self) -> int:
-        """How many draft tokens were kept, n."""
-        return len(self.kept)
+        return len(self.accepted)
 
 
 class Decision(ABC):
-    """Answer of a rule, lazy: `Verdict`, `Agreement`, or for a tree `TreeVerdict`."""
+    """Lazy answer of a rule: `Verdict`, `Agreement`, or `TreeVerdict` for a tree."""
 
     @abstractmethod
     def arrays(self) -> dict[str, mx.array]:
-        """Arrays to read for the outcome."""
+        """Arrays to read for the outcome, by name."""
 
     @abstractmethod
     def outcome(self, numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
-        """The outcome, from what was read and the draft's tokens [K]."""
+        """The outcome, from the numbers that were read and the draft's tokens [K]."""
 
 
 @dataclass(frozen=True)
 class Verdict(Decision):
-    """Decision of a rule about one draft.
+    """Decision of a rule about one chain.
 
-    num_accepted: n, draft tokens kept, the first of a chain, 0 to K; scalar int array. next_token:
-    drawn from the target, the bonus token or the correction; scalar int array.
+    Attributes:
+        num_accepted: number of draft tokens accepted, 0 to K; scalar int array.
+        next_token: token drawn from the target after them, the bonus token or the correction;
+            scalar int array.
     """
 
     num_accepted: Integer[mx.array, ""]
     next_token: Integer[mx.array, ""]
 
     def arrays(self) -> dict[str, mx.array]:
-        """Arrays to read for the outcome."""
         next_token = self.next_token.astype(mx.int32)
         return {"verdict": mx.stack([self.num_accepted, next_token])}
 
     @staticmethod
     def outcome(numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
-        """The outcome, from what was read and the draft's tokens [K]."""
         (n, next_token), k = numbers["verdict"], len(drafted)
         if not 0 <= n <= k:
             raise VerdictError(
@@ -483,42 +503,42 @@ class Verdict(Decision):
 
 @dataclass(frozen=True)
 class Agreement(Decision):
-    """Verdict of a rule that keeps a chain as far as it equals the target's own draws [K+1].
+    """Decision of a rule that accepts a chain as far as it equals the target's own draws.
 
-    It is compared on the host: the fewer small operations follow a pass, the better.
+    Attributes:
+        target_tokens: [K+1] the target's draw at each row.
     """
 
     target_tokens: Integer[mx.array, " k+1"]
 
     def arrays(self) -> dict[str, mx.array]:
-        """Arrays to read for the outcome."""
         return {"target_tokens": self.target_tokens}
 
     @staticmethod
     def outcome(numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
-        """The outcome, from what was read and the draft's tokens [K]."""
-        own = numbers["target_tokens"]
-        if len(own) != len(drafted) + 1:
+        # Compared on the host. On the device this would add small operations to every pass.
+        target_tokens = numbers["target_tokens"]
+        if len(target_tokens) != len(drafted) + 1:
             raise VerdictError(
-                f"The rule answered with {len(own)} tokens for a draft of {len(drafted)}; "
-                "expected the target's own token at each of the K + 1 positions."
+                f"The rule answered with {len(target_tokens)} tokens for a draft of "
+                f"{len(drafted)}; expected the target's own token at each of the K + 1 positions."
             )
         n = 0
-        while n < len(drafted) and drafted[n] == own[n]:
+        while n < len(drafted) and drafted[n] == target_tokens[n]:
             n += 1
-        return Outcome(range(n), own[: n + 1])
+        return Outcome(range(n), target_tokens[: n + 1])
 
 
 class TargetRows(Protocol):
-    """The target at the K+1 positions of a round, as a rule sees it; all of it lazy."""
+    """The target at the K+1 positions of a round, as a rule sees it. All arrays are lazy."""
 
     @property
     def greedy(self) -> bool:
-        """True if all mass lies on the argmax (temperature 0)."""
+        """True if the argmax has all the mass (temperature 0)."""
 
     @property
     def has_distribution(self) -> bool:
-        """True if `probs` is known; not so for a sampler that can only be called."""
+        """True if `probs` is known. A sampler that can only be called has none."""
 
     @property
     def logprobs(self) -> Float[mx.array, "rows vocab"]:
@@ -526,11 +546,11 @@ class TargetRows(Protocol):
 
     @property
     def probs(self) -> Float[mx.array, "rows vocab"]:
-        """The distribution that the next token is drawn from, float32; a one-hot if greedy."""
+        """Float32 distribution of the next token at each row, a one-hot if greedy."""
 
     @property
     def tokens(self) -> Integer[mx.array, " rows"]:
-        """The target's own draw at each row, from the noise of that position."""
+        """The target's own draw at each row, from the noise of its position."""
 
 
 class Randomness(Protocol):
@@ -540,15 +560,15 @@ class Randomness(Protocol):
         """Numbers in [0, 1), one for each draft token's coin."""
 
     def gumbel(self, vocab: int) -> Float[mx.array, " vocab"]:
-        """Standard Gumbel noise for the token after the kept ones."""
+        """Standard Gumbel noise for the token after the accepted ones."""
 
 
 @runtime_checkable
 class AcceptanceRule(Protocol):
-    """Pure decision about a draft: knows no model, no cache, and holds no state.
+    """Pure decision about a draft. It knows no model and no cache, and has no state.
 
-    `rules.coins.CoinRule` is a base for rules that decide token by token, `rules.match.Match` the
-    simplest rule. Optional attributes: see the functions below.
+    `rules.CoinRule` is a base for rules that decide token by token, and `rules.Match` is the
+    simplest rule. The functions below read optional attributes.
     """
 
     @property
@@ -556,15 +576,18 @@ class AcceptanceRule(Protocol):
         """Name for `rule=`."""
 
     def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
-        """Decide about a draft of at least one token, which need not be computed yet.
+        """Decide about a draft of at least one token, which may be lazy.
 
-        target: at K+1 positions; where greedy, `target.probs` is a one-hot, and a rule that is
-        exact answers `Agreement(target.tokens)`. randomness: all that the rule may draw with.
+        Args:
+            target: rows at K+1 positions. If it is greedy, `target.probs` is a one-hot, and an
+                exact rule answers `Agreement(target.tokens)`.
+            draft: the draft.
+            randomness: the only source of randomness for the rule.
         """
 
 
 def needs_distribution(rule: AcceptanceRule) -> bool:
-    """`needs_distribution` of a rule: it reads `TargetRows.probs` in any case; default: it does."""
+    """`needs_distribution` of a rule: it always reads `TargetRows.probs`. True by default."""
     return getattr(rule, "needs_distribution", True)
 
 
@@ -574,19 +597,22 @@ def shares_noise(rule: AcceptanceRule) -> bool:
 
 
 def rule_for(rule: AcceptanceRule, draft: Draft) -> AcceptanceRule:
-    """`for_draft(draft)` of a rule: which one decides about it where the target is not greedy."""
+    """`for_draft(draft)` of a rule: the rule that decides about it if the target is not greedy."""
     for_draft = getattr(rule, "for_draft", None)
     return rule if for_draft is None else for_draft(draft)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of the target's passes that a drafter wants to read, or gets.
+    """Features of the target's passes that a drafter wants to read.
 
-    layers: indices of decoder layers whose outputs are wanted. head_input: the state after the
-    final norm. top: how many of the likeliest tokens. caches: indices of the target's caches,
-    nested ones counted one by one, whose keys and values are wanted. rejected: rows of draft tokens
-    that were not kept are wanted too.
+    Attributes:
+        layers: indices of the decoder layers whose outputs are wanted.
+        head_input: the state after the final norm is wanted.
+        top: number of the likeliest tokens.
+        caches: indices of the target's caches, with nested ones counted one by one, whose keys and
+            values are wanted.
+        rejected: states of rejected draft tokens are wanted too.
     """
 
     layers: tuple[int, ...] = ()
@@ -597,10 +623,12 @@ class Features:
 
 
 class KeysValues(NamedTuple):
-    """Contents of one of the target's caches for the text read so far; all lazy.
+    """Contents of one of the target's caches for the text read so far. Lazy.
 
-    keys, values: [1, heads, n, d], rotated, of the last n positions in any order: all, or the
-    window's. offset: positions read.
+    Attributes:
+        keys, values: [1, heads, n, d], rotated, of the last n positions in any order. n covers all
+            positions, or the window.
+        offset: number of positions read.
     """
 
     keys: mx.array
@@ -614,12 +642,15 @@ ReadsCache = Callable[[int], KeysValues]
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """Rows of the target's passes at n positions in the text, one after the other; all lazy.
+    """States of the target's passes at n consecutive positions of the text. Lazy.
 
-    layers: index -> output [n, D], several streams of a layer side by side [n, streams * D].
-    head_input: [n, D]. top_tokens: [n, top] by the raw logits, the likeliest first. keys_values:
-    the way to the caches, or None; call it in `propose`, and keep nothing of what it gives, or the
-    next pass has to copy the cache.
+    Attributes:
+        layers: index -> output [n, D]. Several streams of a layer are side by side [n, streams *
+            D].
+        head_input: [n, D].
+        top_tokens: [n, top] by the raw logits, the likeliest first.
+        keys_values: reads a cache, or None. Call it in `propose`, and keep nothing that it returns,
+            or the next pass has to copy the cache.
     """
 
     layers: Mapping[int, mx.array]
@@ -631,12 +662,13 @@ class FeatureRows:
         """Some of the rows, in this order."""
         first = indices[0] if indices else 0
         end = first + len(indices)
+        # A slice is a view. An index array copies the rows.
         is_run = list(indices) == list(range(first, end))
         which = slice(first, end) if is_run else mx.array(list(indices), mx.int32)
         return self.joined([self], lambda parts: parts[0][which])
 
     def only(self, wanted: Features) -> FeatureRows:
-        """The wanted ones; all of them have to be there."""
+        """The wanted features, all of which must be there."""
         top = None if self.top_tokens is None else self.top_tokens[:, : wanted.top]
         return FeatureRows(
             layers={layer: self.layers[layer] for layer in wanted.layers},
@@ -651,7 +683,7 @@ class FeatureRows:
         parts: Sequence[FeatureRows],
         join: Callable[[list[mx.array]], mx.array] = mx.concatenate,
     ) -> FeatureRows:
-        """Rows of several passes of the same features, at least one, one after the other."""
+        """The rows of several passes with the same features, one pass after the other."""
 
         def together(arrays: Sequence[mx.array | None]) -> mx.array | None:
             there = [array for array in arrays if array is not None]
@@ -668,4 +700,4 @@ class FeatureRows:
 
 
 MOST_WAITING = 2048  # rows that a session reads after the first token; 16 kB each, if large
-MANY_WAITING = MOST_WAITING // 8  # from so many on, rows are read for keys and values alone
+MANY_WAITING = MOST_WAITING // 8  # more rows than this are read for keys and values only

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.arguments import DEFAULT_DRAFTER, check_names, wrong
+from specdec_mlx.arguments import DEFAULT_DRAFTER, argument_error, check_names
 from specdec_mlx.contracts import Origin, models_of
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.grammar import with_forced
@@ -58,7 +58,6 @@ class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
 
     @property
     def piece(self) -> Piece:
-        """This token as a part of the text."""
         return Piece(self.text, self.token, self.origin)
 
 
@@ -77,7 +76,8 @@ class Text(str):
 
     @classmethod
     def of(cls, responses: Iterable[SpeculativeResponse]) -> Text:
-        """The text of a stream of responses, none of which is kept: each has a row of logits."""
+        """The text of a stream of responses."""
+        # Keep pieces, not responses: each response refers to a row of logits.
         pieces, stats, drafter = [], SpeculationStats(), ""
         for response in responses:
             pieces.append(response.piece)
@@ -97,7 +97,16 @@ class Text(str):
 
 @dataclass
 class TextUnderWay:
-    """A text that is being written. started: when its first token came."""
+    """A text that is being generated.
+
+    Attributes:
+        detokenizer: turns its tokens into text.
+        num_prompt: tokens of its prompt.
+        drafter: name of its drafter.
+        strings: stop strings, or None.
+        num_tokens: tokens so far.
+        started: time at which the first token came, in seconds, or 0.
+    """
 
     detokenizer: Any
     num_prompt: int
@@ -109,26 +118,24 @@ class TextUnderWay:
     def response(
         self, token: Token, finish_reason: str | None, prompt_seconds: float
     ) -> SpeculativeResponse:
-        """mlx-lm's response for the next token; its reason is "stop" where a string ends it.
-
-        Of the text, what may become a stop string waits for the tokens that decide it.
-        """
+        """mlx-lm's response for the next token. Its reason is "stop" if a string ends the text."""
         self.num_tokens += 1
         self.started = self.started or time.perf_counter()
         if finish_reason != "stop":
             self.detokenizer.add_token(token.token)
         if finish_reason is not None:
             self.detokenizer.finalize()
-        shown = self.detokenizer.last_segment
+        segment = self.detokenizer.last_segment
         if self.strings is not None:
-            shown = self.strings.add(shown)
+            # Characters that may begin a stop string are held back until later tokens decide.
+            segment = self.strings.add(segment)
             if self.strings.found is not None:
                 finish_reason = "stop"
             elif finish_reason is not None:
-                shown += self.strings.finish()
+                segment += self.strings.finish()
         seconds = time.perf_counter() - self.started
         return SpeculativeResponse(
-            text=shown,
+            text=segment,
             token=token.token,
             logprobs=token.logprobs,
             from_draft=token.from_draft,
@@ -152,7 +159,7 @@ def respond(
     end_tokens: Collection[int],
     stream: Any,
 ) -> Generator[SpeculativeResponse, None, None]:
-    """Detokenize, end at an end token, a stop string or max_tokens, and keep time, as mlx-lm."""
+    """Detokenize, end at an end token, a stop string or max_tokens, and measure time."""
     began = time.perf_counter()
     with wired_limit(models, [stream]), closing(tokens):
         for n, token in enumerate(tokens, start=1):
@@ -166,7 +173,7 @@ def respond(
 
 
 def prefill_bar() -> Callable[[int, int], None]:
-    """A progress bar for prompts that take longer than a second to read."""
+    """A progress bar that appears if reading a prompt takes longer than a second."""
     bar = progress_bar(desc="prefill", unit="token", delay=1, leave=False)
 
     def show(done: int, total: int) -> None:
@@ -179,7 +186,7 @@ def prefill_bar() -> Callable[[int, int], None]:
 
 
 def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeResponse]:
-    """The responses, printed as mlx-lm prints them, with the account as a last line."""
+    """Pass responses on, and print them as mlx-lm does, with the account at the end."""
     print("=" * 10)
     response = None
     for response in responses:
@@ -189,12 +196,12 @@ def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeRes
         print("\n" + "=" * 10, *speeds(response), f"Speculation: {response.stats}", sep="\n")
 
 
-def speeds(told: Any) -> list[str]:
-    """mlx-lm's closing lines, of a response or a `BatchStats`."""
+def speeds(stats: Any) -> list[str]:
+    """mlx-lm's closing lines for a response or a `BatchStats`."""
     return [
-        f"Prompt: {told.prompt_tokens} tokens, {told.prompt_tps:.3f} tokens-per-sec",
-        f"Generation: {told.generation_tokens} tokens, {told.generation_tps:.3f} tokens-per-sec",
-        f"Peak memory: {told.peak_memory:.3f} GB",
+        f"Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {stats.peak_memory:.3f} GB",
     ]
 
 
@@ -252,8 +259,10 @@ def stream_generate(
     )
     chosen = resolve(drafter, draft_model, model, how.tokenizer)
     if how.logits_processors:
+        # A grammar's processor also drafts the tokens that the grammar forces.
         chosen = with_forced(chosen, processors_of(how.logits_processors))
     prompt_tokens = encode(how.tokenizer, prompt)
+    # Stop strings are found in the text here. `speculate` has only tokens.
     tokens = speculate(model, prompt_tokens, chosen, options=replace(how, stop=()))
     read = prompt_tokens if how.input_embeddings is None else how.input_embeddings
     name = drafter if isinstance(drafter, str) else ""
@@ -295,10 +304,10 @@ def generate(
 
 
 def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
-    """mlx-lm's wrapper around the tokenizer; ValueError for what is not loaded."""
+    """mlx-lm's wrapper around a loaded tokenizer. Raises ValueError."""
     check_model(model)
     if tokenizer is None or isinstance(tokenizer, str | Path):
-        raise wrong("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")
+        raise argument_error("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")
     return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
 
 

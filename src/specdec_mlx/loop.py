@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from jaxtyping import Float
 
-from specdec_mlx.arguments import check_names, wrong
+from specdec_mlx.arguments import argument_error, check_names
 from specdec_mlx.caches import Rollback, note_other_thread
 from specdec_mlx.contracts import (
     NO_DRAFT,
@@ -78,9 +78,13 @@ HARDLY = 0.1
 class Token:
     """One emitted token.
 
-    origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a draft accepted
-    whole) or "plain" (no draft). stats: the running account. own_row: [1, V] its log-probabilities,
-    which keep no others in memory. row: its place in the pass, 0 after the pending tokens.
+    Attributes:
+        token: its id.
+        origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a draft that
+            was accepted as a whole) or "plain" (no draft).
+        stats: the running account.
+        own_row: [1, V] log-probabilities of this position, in memory that no other position shares.
+        row: index of this position in the pass. 0 follows the last pending token.
     """
 
     token: int
@@ -105,7 +109,7 @@ def speculate(
     prompt_tokens: Sequence[int] | mx.array,
     drafter: Any = None,
     options: Options | None = None,
-    **given: Unpack[OptionArguments],
+    **fields: Unpack[OptionArguments],
 ) -> Generator[Token, None, None]:
     """Yield the target's own continuation of a prompt, sooner: tokens in, tokens out.
 
@@ -117,8 +121,8 @@ def speculate(
         model: any mlx-lm model.
         prompt_tokens: [n] token ids.
         drafter: a `Drafter`, or an object with its `begin`; None for plain decoding.
-        options: how the text is generated; None makes them of `given`.
-        given: the fields of `Options`, by name, such as `max_tokens`.
+        options: how the text is generated; None makes them of `fields`.
+        fields: the fields of `Options`, by name, such as `max_tokens`.
 
     Raises:
         PromptError: for what cannot be a prompt of this model.
@@ -129,11 +133,11 @@ def speculate(
         ValueError: for other bad input.
     """
     check_model(model)
-    check_names(given, speculate, Options)
-    how = options or Options(**given)
+    check_names(fields, speculate, Options)
+    how = options or Options(**fields)
     if how.stop:
         instead = "no stop strings for tokens; stream_generate takes them"
-        raise wrong("stop", how.stop, instead)
+        raise argument_error("stop", how.stop, instead)
     caches, draft_cache = split_cache(model, how.prompt_cache, how)
     history, num_unnamed = history_of(how.prompt_cache and caches, how.history)
     generation = assemble(
@@ -154,9 +158,15 @@ def speculate(
 class Generation:
     """The continuation of one sequence.
 
-    sequence: prompt + generated tokens. drafting: the drafter's side. context: what a drafter knows
-    of the target. options.prompt_cache: the list that is to hold the caches at the end, None if the
-    caller has none.
+    Attributes:
+        target: the model, its caches and its rule.
+        sequence: the prompt and the generated tokens.
+        drafting: the drafter's side.
+        context: facts about the target that a drafter may use.
+        options: `prompt_cache` is the caller's list, which holds the caches at the end, or None.
+        is_pipelined: each pass is launched before the token of the pass before it is known.
+        hit_rate: moving average of the rounds that accepted at least one draft token.
+        failure: exception of the drafter, raised after the accepted tokens were handed out.
     """
 
     target: Verifier
@@ -174,25 +184,24 @@ class Generation:
 
     @cached_property
     def reader(self) -> PromptReader:
-        """The reading of the prompt."""
         options, before = self.options, self.sequence.num_history
-        told = options.prompt_progress_callback
+        callback = options.prompt_progress_callback
         return PromptReader(
             self.sequence.tokens[: self.sequence.prompt_length],
             self.target.rollback,
             self.feed,
             options.prefill_step_size,
             [before + stop for stop in options.prefill_stops],
-            lambda done, total: told and told(done - before, total - before),
+            lambda done, total: callback and callback(done - before, total - before),
             options.stream,
         )
 
     def written(self) -> Generator[Token, None, None]:
-        """The tokens, on several ranks those that the first one's caller has."""
+        """Yield the tokens. On several ranks, every rank yields what rank 0's caller has taken."""
         return self.drafting.as_on_first(self.run())
 
     def begin(self) -> None:
-        """Begin the drafter's session, which a caller may want to do before `run`."""
+        # Apart from `run`, because a batch begins all drafters before it reads any prompt.
         self.has_begun = True
         self.drafting.begin(self.context)
 
@@ -202,15 +211,24 @@ class Generation:
             if not self.has_begun:
                 self.begin()
             self.prefill()
+            # The caches lack the last prompt token, which this pass feeds. A draft may follow it.
             current = self.verify(self.propose() if self.may_draft else NO_DRAFT)
             emits_first = self.emits_first_token_at_once
             while current is not None:
+                # In pipelined mode the device gets its next pass before the host waits for this
+                # one.
                 ahead = None if emits_first else self.verify_ahead(current)
                 outcome = self.accept(current, ahead)
+                # A round of K + 1 tokens accepted the whole draft. The last token, which was never
+                # fed, becomes the next pending token, so there is nothing to take back.
                 if len(outcome.tokens) <= current.num_drafted:
                     self.roll_back(current, outcome)
+                # The next pass runs on the device while the caller handles the tokens of this
+                # round.
                 following = self.next_round(current, outcome, ahead, emits_first)
                 yield from self.emit(current, outcome, following)
+                # `following` is None where the tokens had to be handed out before the drafter was
+                # asked.
                 current = following or self.verify(self.propose())
                 emits_first = self.drafting.is_shared
         except RuntimeError as error:
@@ -220,16 +238,17 @@ class Generation:
             self.finish()
 
     def prefill(self) -> None:
-        """Feed the prompt but for its last token, in chunks."""
+        """Feed the prompt except for its last token, in chunks."""
         reader = self.reader
-        # in a batch, a place among the others
+        # In a batch the text has joined the shared caches since the reader was made.
         caches = reader.caches = self.target.rollback
-        started = perf_counter() - reader.seconds  # of parts that were read before
+        started = perf_counter() - reader.seconds  # parts of the prompt that were read before
         if reader.num_read == self.sequence.num_history:
             reader.on_progress(reader.num_read, self.sequence.prompt_length)
         caches.checkpoint()
         reader.read_all()
-        self.target.measure_width()  # a model's first time is measured here, and not in a round
+        # The first call for a model runs probe passes, which must not count as a round's time.
+        self.target.measure_width()
         caches.drop_checkpoints()
         self.is_prefilled = True
         if self.sequence.has_prompt:
@@ -239,31 +258,33 @@ class Generation:
 
     @property
     def may_draft(self) -> bool:
-        """True after the first token, which comes before any drafting but in short texts."""
+        """True after the first token. Only short texts are drafted before it."""
         sequence = self.sequence
         return sequence.num_generated > 0 or 0 < sequence.max_tokens <= SHORT
 
     @property
     def emits_first_token_at_once(self) -> bool:
-        """True if the first token is handed out before a drafter is asked for the next ones.
+        """True if the first token is handed out before a drafter is asked for the next tokens.
 
-        On several ranks every round is: they meet after the tokens were handed out.
+        With several ranks this holds for every round, because the ranks meet after the tokens were
+        handed out.
         """
         has_session = self.drafting.session is not None
         return self.drafting.is_shared or (has_session and not self.target.remembers)
 
     def propose(self) -> Draft:
-        """A draft for the text so far, no longer than is worth verifying."""
         self.clock.draft_begins()
         return self.drafting.propose()
 
     def verify(self, draft: Draft) -> Round | None:
-        """Start the pass over the pending tokens and the draft; None when enough is known."""
+        """Start the pass over pending tokens and draft. None if no more tokens are wanted."""
         sequence = self.sequence
         if not sequence.wants_more():
             return None
         self.choose_mode(len(draft.tokens) > 0)
         self.clock.launch_begins()
+        # Pending tokens are in the text and not in the caches. After a rejection on recurrent
+        # caches there are several.
         start = self.target.rollback.position
         pending, embeddings = sequence.tokens[start:], None
         if sequence.embeddings is not None:
@@ -274,37 +295,43 @@ class Generation:
         return self.clock.launched(under_way, part=self.drafting.part)
 
     def verify_ahead(self, current: Round) -> Round | None:
-        """In pipelined mode, start the pass after this one before its token is known."""
+        """In pipelined mode, start the next pass while the token of this pass is still unknown."""
         is_plain = self.is_pipelined and not current.num_drafted
         if not is_plain or not self.sequence.wants_more(besides=1):
             return None
         self.clock.launch_begins()
         with mx.stream(self.options.stream):
+            # `token` is a lazy array: its value stays on the device, and the host does not wait for
+            # it.
             token = current.under_way.draw_next()
             self.target.extend_history(token)
             ahead = self.target.launch(token, NO_DRAFT, self.sequence.num_generated + 1)
         return self.clock.launched(ahead, is_ahead=True)
 
     def choose_mode(self, has_draft: bool) -> None:
-        """Choose pipelined mode if there is no draft and little chance of one after the next token.
+        """Choose pipelined mode if there is no draft, and a draft after the next token is unlikely.
 
-        A pass launched ahead costs the first token of the next draft; waiting costs the overlap.
+        A pass launched ahead costs the first token of the next draft. Waiting costs the overlap of
+        host and device.
         """
         may_wait = self.hit_rate >= LOW_HIT_RATE and self.drafting.may_find
         self.is_pipelined = not has_draft and not may_wait
 
     def accept(self, current: Round, ahead: Round | None) -> Outcome:
-        """Wait for a pass; the tokens kept of its draft, and the token after, join the text."""
+        """Wait for a pass, and append its accepted draft tokens and the next token to the text."""
         sequence, drafting = self.sequence, self.drafting
         started = self.clock.now()
         with mx.stream(self.options.stream):
             outcome = current.under_way.read()
         num_known = len(sequence.tokens)
+        # The pass that has just been read fed the last prompt token.
         if num_known == sequence.prompt_length:
             self.reader.on_progress(num_known, num_known)
         outcome.tokens = sequence.append(outcome.tokens)
+        # `verify_ahead` has shown the token to the processors already.
         if ahead is None:
             self.target.extend_history(outcome.tokens)
+        # Positions that were in the caches before this pass.
         context = num_known - current.num_pending
         record = self.clock.record(current, outcome, ahead, context, started)
         if drafting.drafter is not None:
@@ -316,17 +343,17 @@ class Generation:
         return outcome
 
     def roll_back(self, current: Round, outcome: Outcome) -> None:
-        """Take the rejected positions back out of the caches."""
-        kept = outcome.kept[: len(outcome.tokens) - 1]
+        # max_tokens may have cut the round. Draft tokens behind the cut are rejected too.
+        accepted = outcome.accepted[: len(outcome.tokens) - 1]
         draft_began = len(self.sequence.tokens) - len(outcome.tokens)
-        self.target.rollback.keep(draft_began, kept)
+        self.target.rollback.keep(draft_began, accepted)
 
     def next_round(
         self, current: Round, outcome: Outcome, ahead: Round | None, emits_first: bool
     ) -> Round | None:
-        """The round after this one, its pass launched; None if this one's tokens are to go first.
+        """Launch the pass of the next round. None if this round's tokens are handed out first.
 
-        An exception of the drafter is raised once the tokens that were accepted are handed out.
+        An exception of the drafter is raised after the accepted tokens were handed out.
         """
         drafting = self.drafting
         if drafting.drafter is None:
@@ -336,7 +363,10 @@ class Generation:
             if emits_first:
                 return None
             if ahead is None:
+                # Nothing was launched ahead, so the next pass may verify a draft.
                 return self.verify(self.propose())
+            # The pass launched ahead cannot take a draft. If there would be one now, leave
+            # pipelined mode so that the next pass can.
             selection = drafting.selection
             may_find = selection is not None and selection.may_find(drafting.room)
             self.choose_mode(may_find)
@@ -345,7 +375,7 @@ class Generation:
         return ahead
 
     def observe(self, current: Round, outcome: Outcome) -> None:
-        """Tell the drafter what became of its draft."""
+        """Tell the drafter which tokens were emitted, and show it the states of their positions."""
         if self.drafting.features is not None:
             num_known = len(self.sequence.tokens) - len(outcome.tokens)
             start = num_known - current.num_pending
@@ -354,11 +384,12 @@ class Generation:
             self.drafting.session.observe(self.sequence.not_handed_out)
 
     def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
-        """Hand out the tokens of a round, while the next one is under way."""
+        """Hand out the tokens of a round while the next pass runs."""
         self.stats.other_seconds += self.clock.handed_over(following, self.drafting)
         for n, token in enumerate(tokens_of(current, outcome, self.stats), start=1):
-            if self.target.remembers and n == len(outcome.tokens) > len(outcome.kept):
+            if self.target.remembers and n == len(outcome.tokens) > len(outcome.accepted):
                 self.step_ahead(current, following)
+            # Count before the yield: a caller who closes the generator here has this token.
             self.sequence.num_handed_out += 1
             if self.sequence.num_handed_out % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
@@ -367,18 +398,20 @@ class Generation:
         if self.failure is not None:
             raise self.failure
         has_drafter = self.drafting.drafter is not None
+        # A pass without a draft needs no rollback. Its checkpoint would keep the old buffers alive,
+        # and MLX would copy each buffer that the pass writes to.
         if has_drafter and following and not following.num_drafted:
             self.target.rollback.drop_checkpoints()
 
     def step_ahead(self, current: Round, following: Round | None) -> None:
-        """Show processors that remember a token before it is handed out, as mlx-lm's loop does."""
+        """Show a token to processors that remember before it is handed out, as mlx-lm does."""
         if following is not None:
             following.under_way.draw_next()
         elif not self.sequence.wants_more():
             self.target.show_end(current.under_way.logprobs[-1])
 
     def feed(self, num_tokens: int) -> None:
-        """Feed the next tokens of the text, at most so many, for the caches alone."""
+        """Feed at most `num_tokens` of the next tokens of the text, to fill the caches only."""
         start, size = self.target.rollback.position, min(num_tokens, self.options.prefill_step_size)
         tokens = mx.array(self.sequence.tokens[start : start + size], mx.uint32)
         self.target.feed(tokens, self.sequence.embeddings_from(start, size))
@@ -386,11 +419,15 @@ class Generation:
             self.drafting.features.show_fed(start)
 
     def finish(self) -> None:
-        """Bring the caches to prompt + tokens handed out; after a failed prefill, as before it."""
+        """Bring the caches to the prompt and the tokens handed out.
+
+        After a failed prefill the caches return to where they were before it.
+        """
         self.drafting.features = None
         with mx.stream(self.options.stream):
             caches = self.options.prompt_cache if self.drafting.agree_on_end() else None
             sequence = self.sequence
+            # Tokens that were generated and not handed out leave the caches as well.
             end = sequence.end if self.is_prefilled else sequence.num_history
             close_all(
                 lambda: bring_caches_to(end, self.target, caches, self.feed),
@@ -400,26 +437,33 @@ class Generation:
 
 
 def tokens_of(current: Round, outcome: Outcome, stats: SpeculationStats) -> list[Token]:
-    """Each token of a round with where it came from, and the row of its log-probabilities."""
+    """The tokens of a round, each with its origin and its log-probabilities."""
     logprobs, tokens = current.under_way.logprobs, outcome.tokens
-    num_kept = len(outcome.kept)
+    num_kept = len(outcome.accepted)
     last: Origin = "plain"
     if current.num_drafted:
         last = "correction" if num_kept < current.num_drafted else "bonus"
-    found, row = [], 0
+    emitted, row = [], 0
     for i, token in enumerate(tokens):
         origin: Origin = "draft" if i < num_kept else last
-        found.append(Token(token, origin, stats, logprobs[row], row))
-        row = outcome.kept[i] + 1 if i < num_kept else 0
-    return found
+        emitted.append(Token(token, origin, stats, logprobs[row], row))
+        # Row 0 follows the pending tokens, and row k + 1 follows draft token k. In a tree accepted
+        # tokens need not be neighbours.
+        row = outcome.accepted[i] + 1 if i < num_kept else 0
+    return emitted
 
 
 @dataclass(slots=True)
 class Round:
-    """A pass under way, and the host time that it took to get there, in seconds.
+    """A pass under way, and the host time that it took to launch it.
 
-    num_drafted: tokens that it verifies. num_pending: those that were known before. is_ahead:
-    launched before the round before it was read.
+    Attributes:
+        under_way: the pass, whose results are lazy.
+        num_drafted: draft tokens that it verifies.
+        num_pending: known tokens that it feeds before the draft.
+        draft_seconds, launch_seconds: host seconds for proposing, and for building the pass.
+        is_ahead: launched before the round before it was read.
+        part: key of the draft's drafter, or "".
     """
 
     under_way: LazyPass | StepwisePass
@@ -433,10 +477,13 @@ class Round:
 
 @dataclass
 class RoundClock:
-    """Host time of rounds, in seconds.
+    """Host time of rounds.
 
-    seconds: of the latest round, reading to reading. waited: for its reading. away: the caller's.
-    now: the time.
+    Attributes:
+        seconds: from the reading of the round before to the reading of the latest round.
+        waited: seconds of waiting for the latest round.
+        away: seconds that the caller took between two rounds.
+        now: returns the time, in seconds.
     """
 
     seconds: float = 0.0
@@ -452,21 +499,19 @@ class RoundClock:
     _finished_at: float | None = None
 
     def start(self) -> None:
-        """The first round begins."""
         self._read_at = self._resumed_at = self.now()
 
     def draft_begins(self) -> None:
-        """A draft is asked for."""
         self._draft_began = self.now()
 
     def launch_begins(self) -> None:
-        """A pass is about to be launched."""
         self._launch_began = self.now()
 
     def launched(
         self, under_way: LazyPass | StepwisePass, *, is_ahead: bool = False, part: str = ""
     ) -> Round:
-        """It is under way; part: key of the drafter whose draft it verifies."""
+        """The round of a pass that was just launched. `part` is the key of its draft's drafter."""
+        # A pass launched ahead has no draft, so no drafting began before it.
         began = self._launch_began if self._draft_began is None else self._draft_began
         self._draft_began = None
         draft_seconds = self._launch_began - began
@@ -478,7 +523,7 @@ class RoundClock:
 
     @property
     def was_undisturbed(self) -> bool:
-        """True if its seconds are the round's own: the caller was away for less than waited."""
+        """True if `seconds` measure the device: the caller was away for less than the wait."""
         return self.away < max(self.waited, HARDLY * self.seconds)
 
     def record(
@@ -486,8 +531,12 @@ class RoundClock:
     ) -> RoundRecord:
         """The account of the round that was just read.
 
-        outcome: cut at max_tokens. ahead: the pass launched before it was read. context: positions
-        on the caches. started: when waiting for it began.
+        Args:
+            current: the round.
+            outcome: its tokens, cut at max_tokens.
+            ahead: the pass launched before this round was read, or None.
+            context: positions in the caches before the pass.
+            started: time at which waiting for the pass began.
         """
         read_at = self.now()
         self.waited = read_at - started
@@ -497,13 +546,15 @@ class RoundClock:
         self._read_at, self._finished_at = self._finished_at or read_at, None
         return RoundRecord(
             drafted=current.num_drafted,
-            accepted=len(outcome.kept),
+            accepted=len(outcome.accepted),
             emitted=len(outcome.tokens),
             fed=current.under_way.num_fed,
             tokens=outcome.tokens,
             seconds=self.seconds,
             draft_seconds=current.draft_seconds,
             verify_seconds=current.launch_seconds + self.waited,
+            # A pass launched ahead overlaps the pass before it. Two readings are one pass apart
+            # only if this pass and the next pass were launched in the same mode.
             steady=current.is_ahead == (ahead is not None) and self.was_undisturbed,
             ahead=current.is_ahead,
             context=context,
@@ -511,9 +562,10 @@ class RoundClock:
         )
 
     def handed_over(self, following: Round | None, drafting: Drafting) -> float:
-        """The caller has the tokens from now on; host seconds that were no waiting or launching.
+        """Note that the caller gets the tokens now; return the host's seconds of other work.
 
-        Where a slow caller would hide seconds that the draft length needs, wait for the pass.
+        A slow caller hides when the pass has ended. Wait for the pass if the draft length needs its
+        time.
         """
         if (
             following is not None
@@ -527,7 +579,6 @@ class RoundClock:
         return self._handed_over_at - self._resumed_at - self.waited - self._launching
 
     def resumed(self) -> None:
-        """The caller came back."""
         self._resumed_at, self._launching = self.now(), 0.0
         self.away = self._resumed_at - self._handed_over_at
 
@@ -548,21 +599,26 @@ def assemble(
     stats: SpeculationStats | None = None,
     of_batch: dict[str, Any] | None = None,
 ) -> Generation:
-    """Put a generation together, and check all that it is made of.
+    """Check the parts of a generation, and put them together.
 
     Args:
-        caches: the target's, which hold the prompt's first `num_read` tokens.
-        draft_cache: a draft model's, kept by the caller.
-        group: the ranks that the model is spread over, None for a model that is whole on each.
-        length: a draft length in the place of the options' own.
-        num_said: the prompt's last tokens that are the text's beginning, written elsewhere.
-        history: [n] tokens that the caches hold before the prompt.
-        stats: an account to go on with.
+        model: the target.
+        prompt_tokens: [n] token ids.
+        drafter: a drafter, or None for plain decoding.
+        options: how the text is generated.
+        caches: the target's caches, which hold the prompt's first `num_read` tokens.
+        draft_cache: a draft model's caches, kept by the caller.
+        group: the ranks that the model is spread over. None for a model that is complete on each.
+        length: a draft length that replaces the draft length of `options`.
+        num_read: tokens of the prompt that are in the caches.
+        num_said: the prompt's last tokens that are the beginning of the text, generated elsewhere.
+        history: [n] tokens that are in the caches before the prompt.
+        stats: an account to continue.
         of_batch: fields of the drafter's context that differ where passes are shared.
 
     Raises:
-        PromptError: for what cannot be a prompt of this model.
-        ValueError: for other bad input.
+        PromptError: the prompt is none for this model.
+        ValueError: other bad input.
     """
     if not isinstance(drafter, Drafter | None):
         drafter = as_drafter(drafter)

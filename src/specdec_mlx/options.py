@@ -9,41 +9,45 @@ from typing import Any, TypedDict
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 
-from specdec_mlx.arguments import shown, whole, wrong
+from specdec_mlx.arguments import argument_error, check_int, short_repr
 from specdec_mlx.contracts import AcceptanceRule, LogitsProcessor
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import DraftLength
 from specdec_mlx.sampling import Noise, Sampler, Sampling
 
 
-def max_tokens_of(given: Any, least: int = 0) -> int:
-    """A number of tokens to write, -1 for no limit; ValueError for anything else."""
-    return -1 if given == -1 else whole("max_tokens", given, least, ", or -1 for no limit")
+def max_tokens_of(value: Any, least: int = 0) -> int:
+    """A checked number of tokens to generate, -1 for no limit. Raises ValueError."""
+    return -1 if value == -1 else check_int("max_tokens", value, least, ", or -1 for no limit")
 
 
 def noise_of(seed: int | None) -> Noise:
-    """The noise of a seed, of MLX's global state for None; ValueError for anything else."""
-    return Noise.from_global_state() if seed is None else Noise(whole("seed", seed))
+    """The noise of a seed. None takes a seed from MLX's global state. Raises ValueError."""
+    return Noise.from_global_state() if seed is None else Noise(check_int("seed", seed))
 
 
 def check_sampler(sampler: object) -> None:
     """Raise ValueError for a sampler that cannot be called."""
     if not callable(sampler) or isinstance(sampler, type):
         how = "a sampler, such as specdec_mlx.Sampling(temp=...)"
-        raise wrong("sampler", sampler, f"{how}. For a temperature give temp={shown(sampler)}")
+        raise argument_error(
+            "sampler", sampler, f"{how}. For a temperature give temp={short_repr(sampler)}"
+        )
 
 
-def processors_of(given: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-    """The logits processors; ValueError for anything but a list of them."""
-    if isinstance(given, Sequence) and all(map(callable, given)):
-        return list(given)
-    raise wrong("logits_processors", given, f"a list of processors, such as [{shown(given)}]")
+def processors_of(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+    """A list of logits processors. Raises ValueError."""
+    if isinstance(processors, Sequence) and all(map(callable, processors)):
+        return list(processors)
+    raise argument_error(
+        "logits_processors", processors, f"a list of processors, such as [{short_repr(processors)}]"
+    )
 
 
 def sampler_of(
     sampler: Sampler | Sampling | None, temp: float | None, **filters: float
 ) -> Sampler | Sampling | None:
-    """The sampler that the options name; None for greedy decoding. Raises ValueError.
+    """The sampler of the options. None for greedy decoding. Raises ValueError.
 
     filters: `top_p`, `min_p` and `top_k` of a `Sampling`, 0 for none.
     """
@@ -133,13 +137,14 @@ class Options:
         checked: dict[str, Any] = {"max_tokens": max_tokens_of(self.max_tokens)}
         bounds = {"prefill_step_size": 1, "kv_group_size": 1, "quantized_kv_start": 0}
         for name, least in bounds.items():
-            checked[name] = whole(name, getattr(self, name), least)
+            checked[name] = check_int(name, getattr(self, name), least)
         for name in ("max_kv_size", "kv_bits"):
             if (value := getattr(self, name)) is not None:
-                checked[name] = whole(name, value, 1)
+                checked[name] = check_int(name, value, 1)
         filters = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k}
         checked["sampler"] = sampler_of(self.sampler, self.temp, **filters)
-        # `dataclasses.replace` gives all fields again, and a sampler excludes a temperature
+        # `dataclasses.replace` passes all fields again. A temperature next to the sampler that was
+        # made of it would be an error.
         checked |= {"temp": None} | dict.fromkeys(filters, 0)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -168,7 +173,7 @@ class BatchArguments(TypedDict, total=False):
 
 
 class TextArguments(BatchArguments, total=False):
-    """The fields of `Options` that are of one text, but for two."""
+    """`BatchArguments` and the fields that belong to one text."""
 
     seed: int | None
     prompt_cache: list[Any] | None

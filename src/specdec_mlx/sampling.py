@@ -3,7 +3,7 @@
 Random numbers are a pure function of seed, purpose and position. MLX's global random state is
 neither read nor moved: with one seed, the target's own draws are the same with any drafter and any
 draft length (Daliri et al. 2024, arXiv 2408.07978). Drafts and coins are keyed by the round's first
-position and an index, never by the token's position alone: a rejected draft has had its say in the
+position and an index, never by the token's position alone: a rejected draft has influenced the
 verdict, and its successor must not be drawn from the same numbers.
 """
 
@@ -26,7 +26,7 @@ from specdec_mlx.contracts import LogitsProcessor
 Sampler = Callable[[mx.array], mx.array]
 
 
-# beyond them logits, or 1 / temp, are no float32 any more
+# Outside these bounds logits / temp, or 1 / temp, overflow in float32.
 LEAST_TEMP, MOST_TEMP = 1e-30, 1e30
 
 
@@ -34,7 +34,7 @@ TEMPS = f"a finite number >= 0: 0 for greedy, or {LEAST_TEMP} to {MOST_TEMP}"
 
 
 def is_temp(value: float) -> bool:
-    """True for a temperature that logits can be divided by, and for 0."""
+    """True for 0, and for a temperature that logits can be divided by."""
     return isinstance(value, Real) and (value == 0 or LEAST_TEMP <= value <= MOST_TEMP)
 
 
@@ -79,10 +79,12 @@ class Sampling:
     def log_distribution(
         self, logprobs: Float[mx.array, "*batch vocab"]
     ) -> Float[mx.array, "*batch vocab"]:
-        """Log-probabilities of the next token, float32 and normalised; -inf where filtered out.
+        """Log-probabilities of the next token, float32 and normalised; -inf for excluded tokens.
 
-        logprobs: [..., V] log-probabilities or logits. At temp = 0 the mass is on the first argmax.
-        XTC tosses a coin at each position; this is the mixture over it.
+        At temp = 0 the first argmax has all the mass. XTC tosses a coin at each position, and this
+        is the mixture over the coin.
+
+        logprobs: [..., V] log-probabilities or logits.
         """
         if self.greedy:
             return _point_mass(logprobs)
@@ -91,14 +93,15 @@ class Sampling:
     def distribution(
         self, logprobs: Float[mx.array, "*batch vocab"]
     ) -> Float[mx.array, "*batch vocab"]:
-        """Probabilities of the next token [..., V]: exp of `log_distribution`."""
+        """Probabilities [..., V] of the next token."""
         if self.greedy:
             return mx.exp(_point_mass(logprobs))
         return mx.softmax(self._unnormalized(logprobs), axis=-1)
 
     def _unnormalized(self, logprobs: mx.array) -> mx.array:
-        """Logits of the distribution: enough to draw from, in fewer operations."""
+        """Logits of the distribution. They are enough to draw from, and take fewer operations."""
         x = logprobs.astype(mx.float32)
+        # The order of the filters, and the top-k after XTC, are mlx-lm's.
         if 0 < self.top_p < 1:
             x = apply_top_p(_normalize(x), self.top_p)
         if self.min_p > 0:
@@ -116,14 +119,14 @@ class Sampling:
         logprobs: Float[mx.array, "*batch vocab"],
         gumbel: Float[mx.array, "*batch vocab"] | None,
     ) -> Integer[mx.array, "*batch"]:
-        """Token ids [...] drawn with Gumbel noise [..., V]; greedy takes the argmax as given."""
+        """Token ids [...] drawn with Gumbel noise [..., V]. Greedy takes the input's argmax."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         assert gumbel is not None
         return mx.argmax(self._unnormalized(logprobs) + gumbel, axis=-1)
 
     def __call__(self, logprobs: Float[mx.array, "*batch vocab"]) -> Integer[mx.array, "*batch"]:
-        """Token ids [...] for log-probabilities [..., V], like any sampler of mlx-lm."""
+        """Token ids [...] for log-probabilities [..., V], from MLX's global random state."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         return mx.random.categorical(self._unnormalized(logprobs))
@@ -140,13 +143,13 @@ class Sampling:
         return x if self.temp == 1 else x * (1.0 / self.temp)
 
     def _exclude_top_choices(self, x: mx.array) -> mx.array:
-        """Apply XTC as if its coin had come up; mlx-lm draws one from the global state even at
-        probability 1, so the state is put back.
-        """
+        """Apply XTC as if its coin had come up."""
+        # mlx-lm tosses the coin in the global random state even at probability 1, so that the state
+        # is put back.
         state: Any = mx.random.state
         before = mx.array(state[0])
-        kept = list(self.xtc_special_tokens or ())
-        excluded: mx.array = apply_xtc(x, 1.0, self.xtc_threshold, kept)
+        special_tokens = list(self.xtc_special_tokens or ())
+        excluded: mx.array = apply_xtc(x, 1.0, self.xtc_threshold, special_tokens)
         state[0][:] = before
         return excluded
 
@@ -173,9 +176,10 @@ BIAS_CELLS = {"indices", "values"}
 
 
 def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
-    """The `Sampling` of one of our samplers or mlx-lm's, or None (greedy); else None.
+    """The `Sampling` behind a sampler of ours or mlx-lm's. None for a custom sampler.
 
-    Raises ValueError for a sampler of mlx-lm's that draws from no distribution.
+    Without a sampler, decoding is greedy. Raises ValueError for a sampler of mlx-lm's whose numbers
+    give no distribution.
     """
     if isinstance(sampler, Sampling):
         return sampler
@@ -185,6 +189,8 @@ def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
     if arguments is None:
         return None
     try:
+        # The arguments are read off closure cells, whose meaning could change with mlx-lm. They
+        # count only if they make the same functions again.
         again = make_sampler(**arguments)
     except (TypeError, ValueError):
         return None
@@ -192,7 +198,7 @@ def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
 
 
 def max_window(processors: Sequence[LogitsProcessor]) -> int | None:
-    """How many of the last tokens are enough for all of these, at least 1; None for all tokens."""
+    """Number of last tokens that all these processors read, at least 1. None for all tokens."""
     windows = [_window(processor) for processor in processors]
     known = [window for window in windows if window is not None]
     return max(1, *known) if known and len(known) == len(windows) else None
@@ -203,7 +209,7 @@ def _window(processor: LogitsProcessor) -> int | None:
     if cells.keys() == BIAS_CELLS:
         return 1
     size = cells.get(CONTEXT_SIZE)
-    # tokens[-0:] is all of them
+    # mlx-lm reads tokens[-size:], and tokens[-0:] is all of them
     return size if isinstance(size, int) and size > 0 else None
 
 
@@ -218,7 +224,7 @@ def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _cells(function: Any) -> dict[str, Any] | None:
-    """Names and contents of a closure's cells; None for what is no function of mlx-lm's."""
+    """Names and contents of a closure's cells. None if mlx-lm did not make the function."""
     is_function = isinstance(function, FunctionType)
     if not is_function or function.__module__ != make_sampler.__module__:
         return None
@@ -247,16 +253,19 @@ MOST_ROWS = 32  # most positions whose noise is drawn at once
 
 
 MOST_NUMBERS = 1 << 17
-"""Most numbers that are drawn at once; a large vocabulary has work enough in one position."""
+"""Most numbers that are drawn at once. With a large vocabulary one position is work enough."""
 
 
 @dataclass(frozen=True)
 class Noise:
     """Source of random numbers for one generation.
 
-    purpose: what the draw is for ("target", "draft", "accept", ...); two are independent. position:
-    index of the token among those generated. is_given: the seed is the caller's, who may expect one
-    text for it.
+    Its methods take a purpose ("target", "draft", "accept", ...), where two purposes are
+    independent, and a position, the index of the token among those generated.
+
+    Attributes:
+        seed: the seed.
+        is_given: the seed is the caller's, who may expect one text for it.
     """
 
     seed: int
@@ -265,13 +274,13 @@ class Noise:
     @classmethod
     def from_global_state(cls) -> Noise:
         """Noise seeded by one draw from MLX's global state, so that `mx.random.seed` governs it."""
-        bits = 24  # a random integer is drawn as a float32, which has no more
+        bits = 24  # MLX draws integers as float32, which has 24 bits
         drawn: Any = mx.random.randint(0, 1 << bits, shape=(3,)).tolist()
         low, middle, high = drawn
         return cls(low | middle << bits | high << 2 * bits, is_given=False)
 
     def key(self, purpose: str, position: int) -> mx.array:
-        """Key for `mx.random`, uint32 [2]: 64 mixed bits of (seed, purpose, position)."""
+        """Key for `mx.random`, uint32 [2]."""
         return mx.array(self._words(purpose, position), dtype=mx.uint32)
 
     def _words(self, purpose: str, position: int) -> list[int]:
@@ -283,18 +292,17 @@ class Noise:
         return _mix(of_purpose + position)
 
     def uniform(self, purpose: str, position: int, n: int = 1) -> Float[mx.array, " n"]:
-        """n numbers in [0, 1), multiples of 2^-24, of one position; made on the host, since a few
-        are less work than the operations of a graph.
-        """
+        """n numbers in [0, 1) of one position, multiples of 2^-24."""
+        # Made on the host: for a few numbers this is less work than the operations of a graph.
         first = self._mixed(purpose, position)
         return mx.array([(_mix(first + i) >> 40) * 2.0**-24 for i in range(n)])
 
     def gumbel(self, purpose: str, position: int, vocab: int) -> Float[mx.array, " vocab"]:
-        """Standard Gumbel noise [V]: argmax(log p + noise) is distributed as p."""
+        """Standard Gumbel noise [V]. argmax(log p + noise) has distribution p."""
         return mx.random.gumbel(shape=(vocab,), key=self.key(purpose, position))
 
     def gumbels(self, places: Sequence[tuple[str, int]], vocab: int) -> Float[mx.array, "n vocab"]:
-        """Gumbel noise of several purposes and positions, one row each; as `gumbel` for each."""
+        """Gumbel noise [n, V] of several (purpose, position) pairs, as `gumbel` for each."""
         if len(places) == 1:
             return self.gumbel(*places[0], vocab)[None]
         keys = mx.array([self._words(*place) for place in places], mx.uint32)
@@ -302,11 +310,7 @@ class Noise:
 
 
 class GumbelRows:
-    """Gumbel noise of one purpose at positions that are asked for in order.
-
-    More are drawn each time, up to `MOST_ROWS`, the first time those asked for; a row follows from
-    its position alone.
-    """
+    """Gumbel noise of one purpose at positions that are requested in order."""
 
     def __init__(self, noise: Noise, purpose: str) -> None:
         self._noise = noise
@@ -315,8 +319,11 @@ class GumbelRows:
         self._drawn: mx.array | None = None
 
     def at(self, start: int, n: int, vocab: int) -> Float[mx.array, "n vocab"]:
-        """The rows of n >= 1 positions from `start` on; V is the same each time."""
+        """The rows of n >= 1 positions from `start` on. V is the same in every call."""
         if self._drawn is None or start < self._start or start + n > self._end:
+            # Draw ahead, and twice as much each time, since one operation for many rows costs
+            # hardly more than for one. A row depends on its position only, so that the extra rows
+            # change no text.
             room = min(2 * (self._end - self._start), MOST_ROWS, MOST_NUMBERS // vocab)
             self._start, self._end = start, start + max(n, room)
             places = [(self._purpose, i) for i in range(self._start, self._end)]

@@ -1,4 +1,4 @@
-"""One sequence: its tokens, how its prompt is read, and how far it has come."""
+"""One sequence: its tokens, the reading of its prompt, and its position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import mlx_lm
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.arguments import argument_error, short_repr
 from specdec_mlx.caches import (
     Rollback,
     check_usable,
@@ -35,18 +35,21 @@ if TYPE_CHECKING:
 
 
 def prompt_ids(prompt: Any) -> list[int]:
-    """Token ids of a prompt as a list; waits for an array. PromptError for anything else."""
+    """Token ids of a prompt as a list. Waits for an array. Raises PromptError."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(ids, Sequence) and all(hasattr(kind, "__index__") for kind in {*map(type, ids)}):
         return list(map(operator.index, ids))
     expected = "token ids, a flat list of ints; generate also takes text and chat messages"
-    raise PromptError(f"prompt={shown(prompt)}: expected {expected}, batch_generate several.")
+    raise PromptError(f"prompt={short_repr(prompt)}: expected {expected}, batch_generate several.")
 
 
 def check_prompt(
     tokens: Sequence[int] | mx.array, embeddings: mx.array | None, drafter: Drafter | None
 ) -> list[int]:
-    """The prompt [n] as a list; embeddings [n, D] may be fed in its place. Raises PromptError."""
+    """The prompt [n] as a list. Raises PromptError.
+
+    embeddings: [n, D] that are fed in place of the prompt's tokens, or None.
+    """
     prompt = prompt_ids(tokens)
     if not prompt and embeddings is None:
         raise PromptError("The prompt is empty. Give at least one token, such as the BOS token.")
@@ -64,11 +67,12 @@ def check_prompt(
             "input_embeddings without prompt tokens leaves a drafter nothing to draft from. Give "
             "the prompt tokens as well, or drafter=None."
         )
+    # Placeholders give the prompt its length. They are never fed.
     return [0] * len(embeddings)
 
 
 def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise PromptError for ids that the target does not have, before they are computed with."""
+    """Raise PromptError for ids that the target lacks."""
     if (highest := max(tokens)) >= vocab_size:
         raise PromptError(
             f"The prompt holds token {highest}; the target has 0 to {vocab_size - 1}. Encode "
@@ -81,8 +85,9 @@ def split_cache(
 ) -> tuple[list[Any], list[Any] | None]:
     """The target's caches and, if the caller's list is longer, the draft model's.
 
-    Raises ValueError for fewer than needed and what MLX cannot quantize so, CacheRollbackError for
-    those that an interrupted generation could not bring in order.
+    Raises:
+        ValueError: there are too few caches, or MLX cannot quantize this model's caches so.
+        CacheRollbackError: an interrupted generation has left the caches unusable.
     """
     fresh = make_prompt_cache(model, max_kv_size=options.max_kv_size)
     if options.kv_bits is not None:
@@ -94,23 +99,26 @@ def split_cache(
     )
     if not is_list or len(prompt_cache) < len(fresh):
         made_by = "mlx_lm.models.cache.make_prompt_cache(model)"
-        raise wrong("prompt_cache", prompt_cache, f"a list of {len(fresh)} caches from {made_by}")
+        raise argument_error(
+            "prompt_cache", prompt_cache, f"a list of {len(fresh)} caches from {made_by}"
+        )
     check_usable(prompt_cache)
     return prompt_cache[: len(fresh)], prompt_cache[len(fresh) :] or None
 
 
 def _check_quantized(model: nn.Module, options: Options) -> None:
-    """Quantize caches of a pass that is never computed; ValueError where MLX does not."""
+    """Raise ValueError if MLX cannot quantize the model's caches with these options."""
     caches = make_prompt_cache(model, max_kv_size=options.max_kv_size)
+    # Only shapes matter, and lazy arrays have them: this pass is never computed.
     model(mx.array([[0]]), cache=caches)
     bits, group_size = options.kv_bits, options.kv_group_size
     try:
-        # of caches that rotate: mlx-lm says so, if it is due
+        # raised for rotating caches; mlx-lm raises it again when quantization is due
         with suppress(NotImplementedError):
             maybe_quantize_kv_cache(caches, 0, group_size, bits)
     except ValueError as error:
         expected = f"what MLX can quantize this model's caches to ({error})"
-        raise wrong(f"kv_bits={bits}, kv_group_size", group_size, expected) from error
+        raise argument_error(f"kv_bits={bits}, kv_group_size", group_size, expected) from error
 
 
 SHOWS_PROMPT = not mlx_lm.__version__.startswith("0.31.")
@@ -121,10 +129,15 @@ SHOWS_PROMPT = not mlx_lm.__version__.startswith("0.31.")
 class SequenceState:
     """The text of one generation, prompt included.
 
-    tokens: known to the host. embeddings: [prompt_length, D] in place of the prompt's tokens, or
-    None; has_prompt: the prompt's tokens are known as well. num_handed_out: generated tokens that
-    the caller has. num_history: first tokens of the prompt, which the caches held before, so that
-    only drafters see them.
+    Attributes:
+        tokens: all tokens that the host knows.
+        prompt_length: the number of them that are the prompt.
+        max_tokens: most tokens to generate, -1 for no limit.
+        embeddings: [prompt_length, D] in place of the prompt's tokens, or None.
+        num_handed_out: generated tokens that the caller has.
+        has_prompt: the prompt's tokens are known, whatever is fed.
+        num_history: tokens at the front of the prompt that were in the caches before this
+            generation. Only drafters see them.
     """
 
     tokens: list[int]
@@ -137,12 +150,11 @@ class SequenceState:
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens that are known."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def end(self) -> int:
-        """Prompt + what the caller has: where caches are to end."""
+        """Length of the prompt and the tokens handed out, at which the caches end."""
         return self.prompt_length + self.num_handed_out
 
     @property
@@ -152,35 +164,35 @@ class SequenceState:
 
     @property
     def shown_at_first(self) -> Sequence[int]:
-        """Tokens that logits processors see before one is drawn."""
+        """Tokens that logits processors see before the first token is drawn."""
         return self.tokens[self.num_history if SHOWS_PROMPT else self.prompt_length - 1 :]
 
     def num_remaining(self, besides: int = 0) -> int | None:
-        """Tokens wanted beyond those known and `besides` more; None for no limit."""
+        """Tokens wanted after the known tokens and `besides` others. None for no limit."""
         if self.max_tokens < 0:
             return None
         return self.max_tokens + self.prompt_length - len(self.tokens) - besides
 
     def wants_more(self, besides: int = 0) -> bool:
-        """True if tokens are wanted beyond those known and `besides` more."""
+        """True if tokens are wanted after the known tokens and `besides` others."""
         end = self.prompt_length + self.max_tokens
         return self.max_tokens < 0 or len(self.tokens) + besides < end
 
     def append(self, tokens: Sequence[int]) -> list[int]:
-        """Add generated tokens, but no more than are wanted; those that were added."""
+        """Append tokens up to max_tokens. Returns the appended tokens."""
         added = list(tokens[: self.num_remaining()])
         self.tokens += added
         return added
 
     def embeddings_from(self, start: int, size: int) -> mx.array | None:
-        """The caller's embeddings of a part of the prompt, if there are any."""
+        """Embeddings of `size` positions from `start` on, or None outside the prompt."""
         if self.embeddings is None or start >= self.prompt_length:
             return None
         return self.embeddings[start - self.num_history :][:size]
 
 
 def close_all(*closings: Callable[[], None]) -> None:
-    """Run all of these, whatever they raise; raise that, or note it on the exception under way."""
+    """Run all closings. Raise the first failure, or note it on the exception under way."""
     error = sys.exception()
     failures: list[BaseException] = []
     for close in closings:
@@ -198,9 +210,15 @@ def close_all(*closings: Callable[[], None]) -> None:
 def bring_caches_to(
     end: int, target: Verifier, callers_cache: list[Any] | None, feed: Callable[[int], None]
 ) -> None:
-    """Bring the caller's caches to exactly the first `end` tokens of the text; `feed` feeds more.
+    """Bring the caller's caches to exactly the first `end` tokens of the text.
 
-    Raises CacheRollbackError: they cannot be brought there, and are refused from now on.
+    Raises CacheRollbackError if this fails. Later generations then refuse the caches.
+
+    Args:
+        end: tokens that the caches hold afterwards.
+        target: the target with its caches.
+        callers_cache: the caller's list, or None if the caller keeps no caches.
+        feed: feeds at most so many of the next tokens.
     """
     if callers_cache is None:
         return
@@ -208,22 +226,31 @@ def bring_caches_to(
     try:
         with refused_after_failure(caches.caches):
             caches.rewind_to(end)
+            # A recurrent cache returns to a checkpoint before `end`, and the tokens in between are
+            # fed again.
             while (left := end - caches.position) > 0:
                 feed(left)
             target.quantize()
             mx.async_eval(states_of(caches.caches))
     finally:
+        # Quantization replaces entries of the list, even if something fails later.
         callers_cache[: len(caches.caches)] = caches.caches
 
 
 @dataclass
 class PromptReader:
-    """Reads a prompt but for its last token, which the first round feeds.
+    """Reads a prompt except for its last token, which the first round feeds.
 
-    prompt: [n] token ids. caches: hold the prompt's first `num_read` tokens, and may hold earlier
-    texts. feed: feeds so many of the next tokens. step_size: most of one pass. stops: ascending
-    positions at which a pass ends. on_progress: takes positions read, and in all. seconds: of
-    reading.
+    Attributes:
+        prompt: [n] token ids.
+        caches: the caches. They hold the first `num_read` tokens of the prompt, and perhaps earlier
+            texts.
+        feed: feeds so many of the next tokens.
+        step_size: most positions of one pass.
+        stops: ascending positions at which a pass must end.
+        on_progress: called with (positions read, positions in all).
+        stream: the MLX stream to run on.
+        seconds: time spent on reading.
     """
 
     prompt: Sequence[int]
@@ -237,16 +264,15 @@ class PromptReader:
 
     @property
     def num_read(self) -> int:
-        """Tokens that the caches hold."""
         return self.caches.position
 
     @property
     def num_left(self) -> int:
-        """Tokens that are still to be read."""
+        """Tokens still to read. The last token of the prompt is not among them."""
         return len(self.prompt) - 1 - self.num_read
 
     def read(self) -> int:
-        """Read the next part, and wait for it; returns how many tokens."""
+        """Read the next part and wait for it. Returns its number of tokens."""
         stop = next((stop for stop in self.stops if stop > self.num_read), len(self.prompt))
         size = min(self.num_left, self.step_size, stop - self.num_read)
         if size <= 0:
@@ -254,6 +280,7 @@ class PromptReader:
         started = perf_counter()
         with mx.stream(self.stream):
             self.feed(size)
+            # Without the wait the graphs of all parts would pile up in memory.
             wait_for(self.caches.caches)
             mx.clear_cache()
         self.on_progress(self.num_read, len(self.prompt))
@@ -261,27 +288,26 @@ class PromptReader:
         return size
 
     def read_all(self) -> None:
-        """Read all that is left."""
         while self.read():
             pass
 
 
-# of a model's first cache, ids as bytes, which a deep copy of the cache shares
+# Attribute of a model's first cache: its token ids as bytes, which a deep copy shares.
 NAME = "specdec_mlx_tokens"
 
 
 def remember(prompt_cache: Sequence[Any] | None, tokens: Sequence[int] | mx.array) -> None:
-    """Name the tokens that a prompt cache holds, for drafters of generations that go on from it.
+    """Write the tokens that a prompt cache holds onto the cache, for drafters of later generations.
 
-    A generation does so at its end. The names stay with the caches through `trim_prompt_cache` and
-    `copy.deepcopy`, not through a file.
+    Every generation does so at its end. The tokens stay with the caches through `trim_prompt_cache`
+    and `copy.deepcopy`, not through a file.
 
     Args:
-        prompt_cache: the target's caches, a draft model's may follow.
-        tokens: [n] ids from the first one on; those that the caches do not hold do not count.
+        prompt_cache: the target's caches; a draft model's may follow.
+        tokens: [n] ids from the first position on. Ids beyond the end of the caches are ignored.
 
     Raises:
-        PromptError: for what is no flat list of ids.
+        PromptError: `tokens` is no flat list of ids.
     """
     for cache in leaves(prompt_cache or ()):
         with suppress(AttributeError):  # of a class with slots
@@ -290,22 +316,25 @@ def remember(prompt_cache: Sequence[Any] | None, tokens: Sequence[int] | mx.arra
 
 
 def tokens_on(prompt_cache: Sequence[Any] | None) -> list[int]:
-    """Tokens that a prompt cache is known to hold, from the first one on; [] where none is."""
+    """Tokens that a prompt cache is known to hold, from its first position on."""
     caches = list(prompt_cache or ())
-    named = array("q", getattr(next(leaves(caches), None), NAME, b"")).tolist()
-    return named[: Rollback(caches, len(named)).end]
+    remembered = array("q", getattr(next(leaves(caches), None), NAME, b"")).tolist()
+    # The caller may have trimmed the caches since.
+    return remembered[: Rollback(caches, len(remembered)).end]
 
 
 def history_of(
-    caches: list[Any] | None, given: Sequence[int] | mx.array | None
+    caches: list[Any] | None, declared: Sequence[int] | mx.array | None
 ) -> tuple[list[int], int]:
-    """Tokens that caches are known to hold, and how many more they hold.
+    """Tokens that the caches are known to hold, and the number of further, unknown tokens.
 
-    given: the caller's word for it; None takes what is remembered. Raises ValueError for more
-    tokens than there are.
+    declared: the caller's own list; None takes the remembered tokens. Raises ValueError if it has
+    more tokens than the caches.
     """
-    history = tokens_on(caches) if given is None else prompt_ids(given)
+    history = tokens_on(caches) if declared is None else prompt_ids(declared)
     end = Rollback(caches or [], len(history) if caches else 0).end
     if len(history) > end:
-        raise wrong("history", history, f"{end} tokens at most, which is what prompt_cache holds")
+        raise argument_error(
+            "history", history, f"{end} tokens at most, which is what prompt_cache holds"
+        )
     return history, end - len(history)

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.arguments import argument_error, short_repr
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
@@ -33,12 +33,12 @@ def as_drafter(drafter: Any) -> Any:
     if callable(getattr(drafter, "begin", None)) and not isinstance(drafter, type):
         return StrangersDrafter(drafter)
     if isinstance(drafter, type):
-        instead = f"give {shown(drafter)}()"
+        instead = f"give {short_repr(drafter)}()"
     elif isinstance(drafter, tuple):
         instead = "of mlx_lm.load(...) give the model alone; several drafters are a list"
     else:
         instead = "`generate` also takes a name, a loaded model, the folder of a model, or a list"
-    raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")
+    raise argument_error("drafter", drafter, f"an object with begin(prompt, context); {instead}")
 
 
 def as_given(owner: Drafter | Session) -> Any:
@@ -60,8 +60,8 @@ def as_session(session: Any, made_by: str) -> Session:
     if hasattr(session, "propose") and hasattr(session, "observe"):
         return StrangersSession(session, made_by)
     raise DraftError(
-        f"{made_by}.begin(...) returned {shown(session)}; expected a session with propose(limit) "
-        "and observe(tokens)."
+        f"{made_by}.begin(...) returned {short_repr(session)}; expected a session with "
+        "propose(limit) and observe(tokens)."
     )
 
 

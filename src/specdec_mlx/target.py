@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 
-from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.arguments import argument_error, short_repr
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import (
     NO_DRAFT,
@@ -33,7 +33,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.errors import DraftError, LogitsError, VerdictError
 from specdec_mlx.exactness.probe import MARGIN, first_inexact, warn_of_chains
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of
-from specdec_mlx.models.anatomy import Taps, check_readable, keys_values_of, vocab_size_of
+from specdec_mlx.models.anatomy import StateReader, check_readable, keys_values_of, vocab_size_of
 from specdec_mlx.options import Options, check_sampler, processors_of
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import GumbelRows, Noise, Sampler, Sampling, max_window, read_sampler
@@ -44,15 +44,15 @@ from specdec_mlx.trees.shape import depths_of, path_to
 
 
 def check_model(model: object) -> None:
-    """Raise ValueError for a model that is not loaded."""
     if not isinstance(model, nn.Module):
-        raise wrong("model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)")
+        raise argument_error("model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)")
 
 
 def check_draft(draft: Draft, vocab_size: int) -> None:
-    """Raise DraftError for a draft that can be seen to be wrong before anything is computed.
+    """Raise DraftError for a draft whose faults show before anything is computed.
 
-    Ids of the target, a distribution [K, V], a tree. `check_drafted` sees ids not computed yet.
+    These are ids that the target lacks, a distribution of another shape than [K, V], and parents
+    that are no tree. `check_drafted` checks ids that are not computed yet.
     """
     tokens, parents = draft.tokens, draft.parents
     if isinstance(tokens, mx.array):
@@ -86,11 +86,11 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
 
 
 def check_drafted(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise DraftError for drafted ids [K] that the target does not have."""
+    """Raise DraftError for drafted ids [K] that the target lacks."""
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        unknown = next(token for token in tokens if not 0 <= token < vocab_size)
         raise DraftError(
-            f"The drafter proposed token {wrong}; the target has 0 to {vocab_size - 1}. Use a "
+            f"The drafter proposed token {unknown}; the target has 0 to {vocab_size - 1}. Use a "
             "drafter for the same tokenizer."
         )
 
@@ -98,9 +98,14 @@ def check_drafted(tokens: Sequence[int], vocab_size: int) -> None:
 class NextToken:
     """Turns the target's logits into a distribution, and draws tokens.
 
-    sampling: also read back from mlx-lm's `make_sampler`; None if only a sampler is known. by_row:
-    rows are drawn one by one, since a sampler or processor of the caller's may remember; remembers:
-    a processor may. has_failed: the logits after the text were seen to be not finite.
+    Attributes:
+        sampling: the distribution, also read off a sampler of mlx-lm's `make_sampler`. None if the
+            sampler can only be called.
+        by_row: rows are drawn one at a time and in order, because a sampler or processor of the
+            caller's may remember its calls.
+        remembers: a processor may remember its calls.
+        history: tokens that processors see, on the device.
+        has_failed: the logits after the text were not finite.
     """
 
     def __init__(
@@ -120,16 +125,18 @@ class NextToken:
         self._window = max_window(self.processors)
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
-        """Add emitted tokens to the processors' history, which need not be the whole text."""
+        """Add emitted tokens to the processors' history."""
         if len(tokens):
             new = to_ids(tokens)
             seen = new if self.history is None else mx.concatenate([self.history, new])
+            # Known processors read a bounded number of tokens, so that the history need not grow
+            # with the text.
             self.history = seen if self._window is None else seen[-self._window :]
 
     def process(
         self, logits: mx.array, drafted: mx.array, parents: Sequence[int] | None = None
     ) -> mx.array:
-        """Run pure processors over rows [K+1, V], each with the history that it would have."""
+        """Run pure processors over logits [K+1, V], each row after the tokens of its own path."""
         rows = []
         for i in range(logits.shape[0]):
             before = drafted[:i] if parents is None else drafted[_index(path_to(i - 1, parents))]
@@ -137,7 +144,7 @@ class NextToken:
         return mx.concatenate(rows)
 
     def process_row(self, logits: mx.array, drafted: Sequence[int] | mx.array) -> mx.array:
-        """Run the processors over one row [1, V], after tokens of a draft."""
+        """Run the processors over logits [1, V] that follow these draft tokens."""
         if self.history is None:
             return logits
         seen = mx.concatenate([self.history, to_ids(drafted)]) if len(drafted) else self.history
@@ -148,7 +155,7 @@ class NextToken:
     def draw(
         self, logprobs: mx.array, position: int, parents: Sequence[int] | None = None
     ) -> mx.array:
-        """The target's own token [K+1] at each row [K+1, V]; rows of one depth share noise."""
+        """The target's own token [K+1] at each row of log-probabilities [K+1, V]."""
         if self.sampling is None:
             ids = [self.sampler(row[None]) for row in logprobs]  # any ints
             ids = [_returned("sampler", token, (1,), mx.integer).astype(mx.int64) for token in ids]
@@ -157,6 +164,7 @@ class NextToken:
             return mx.argmax(logprobs, axis=-1)
         if parents is None:
             return self.sampling.draw(logprobs, self._gumbels.at(position, *logprobs.shape))
+        # Siblings are alternatives for one position of the text, so that they share its noise.
         depths = [0, *(depth + 1 for depth in depths_of(parents))]
         noise = self._gumbels.at(position, max(depths) + 1, logprobs.shape[-1])
         return self.sampling.draw(logprobs, noise[_index(depths)])
@@ -167,22 +175,27 @@ def _index(rows: Sequence[int]) -> mx.array:
 
 
 def clip_ids(ids: mx.array, vocab_size: int) -> mx.array:
-    """Token ids [n] as they can be fed: those out of the vocabulary are clipped."""
+    """Token ids [n] that can be fed; ids outside the vocabulary are clipped."""
+    # A custom sampler may return any id. A pass launched ahead would read outside the embedding
+    # before the host sees the error.
     return mx.clip(ids, 0, vocab_size - 1).astype(mx.uint32)
 
 
-def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategory) -> mx.array:
-    """The array that a callable of the caller's returned; ValueError for another value."""
-    if isinstance(found, mx.array):
-        if found.shape == shape and mx.issubdtype(found.dtype, kind):
-            return found
-        found = (found.shape, found.dtype)
+def _returned(by: str, returned: Any, shape: tuple[int, ...], kind: mx.DtypeCategory) -> mx.array:
+    """The array that a callable of the caller's returned; ValueError for any other value."""
+    if isinstance(returned, mx.array):
+        if returned.shape == shape and mx.issubdtype(returned.dtype, kind):
+            return returned
+        returned = (returned.shape, returned.dtype)
     expected = f"an mx.array of shape {shape} and type {kind.name}"
-    raise ValueError(f"The {by} returned {shown(found)}; expected {expected}.")
+    raise ValueError(f"The {by} returned {short_repr(returned)}; expected {expected}.")
 
 
 class RoundPositions:
-    """A round's K+1 positions, from processed logits; see `contracts.TargetRows`."""
+    """The target at the K+1 positions of a round; see `contracts.TargetRows`.
+
+    It is made from logits that have passed the processors.
+    """
 
     def __init__(
         self,
@@ -201,20 +214,22 @@ class RoundPositions:
         self.greedy = next_token.greedy
 
     def each(self) -> list[mx.array]:
-        """`logprobs` once more, each row [1, V] in memory of its own: a slice would keep all."""
+        """`logprobs` as K+1 arrays [1, V]."""
+        # A slice of `logprobs` would keep all K+1 rows alive for as long as a caller keeps one
+        # token.
         count = self.logprobs.shape[0]
         return list(map(mx.subtract, mx.split(self._logits, count), mx.split(self.scales, count)))
 
     @cached_property
     def probs(self) -> mx.array:
-        """The distribution that the next token is drawn from, float32; [K+1, V]."""
+        """Float32 distribution [K+1, V] of the next token at each row."""
         sampling = self._next_token.sampling
         assert sampling is not None, "a rule that reads probs has needs_distribution"
         return sampling.distribution(self.logprobs)
 
     @cached_property
     def tokens(self) -> mx.array:
-        """The target's own draw at each row; [K+1]."""
+        """The target's own draw [K+1] at each row."""
         return self._next_token.draw(self.logprobs, self._position, self._parents)
 
 
@@ -237,7 +252,8 @@ class RoundNoise:
 def is_pure(f: Any) -> bool:
     """True if calling `f` on a row that is thrown away afterwards does no harm.
 
-    So for `Sampling`, mlx-lm's own samplers and processors, and callables with a true `pure`.
+    This holds for `Sampling`, for mlx-lm's samplers and processors, and for callables whose
+    attribute `pure` is true.
     """
     known = getattr(f, "__module__", None) == "mlx_lm.sample_utils"
     return isinstance(f, Sampling) or known or bool(getattr(f, "pure", False))
@@ -254,12 +270,18 @@ MASS_TOLERANCE = 1e-3  # most that a draft's distribution may be off from summin
 
 @dataclass
 class LazyPass:
-    """A round as one graph, under way.
+    """A pass under way whose verdict is part of the same lazy graph.
 
-    draft: what it verifies. num_fed: positions computed. logprobs: K+1 times [1, V], processed,
-    before temperature and filters, as mlx-lm reports them; who keeps a row keeps no others.
-    results: the small arrays that `read` waits for. features: rows for a drafter that reads, or
-    None. is_sampled: by the caller's sampler: any ids.
+    Attributes:
+        draft: the draft that it verifies.
+        num_fed: positions of the pass.
+        logprobs: K+1 log-probabilities [1, V] after the processors, before temperature and filters,
+            as mlx-lm reports them. Each is in its own memory.
+        decision: turns the numbers that `read` waits for into an outcome.
+        results: small arrays that `read` waits for.
+        features: states for a drafter that reads the target, or None.
+        is_sampled: the caller's sampler drew the tokens, so that an id may be outside the
+            vocabulary.
     """
 
     draft: Draft
@@ -272,36 +294,39 @@ class LazyPass:
 
     @property
     def to_compute(self) -> list[mx.array]:
-        """The arrays that the device begins with."""
+        """Arrays to start on the device."""
         return [*self.results.values(), *self.logprobs]
 
     def draw_next(self) -> mx.array:
-        """Token after an empty draft, uint32 [1], not computed yet."""
+        """The lazy token [1], uint32, that follows an empty draft."""
         tokens = self.results["target_tokens"]
         return clip_ids(tokens, self.logprobs[0].shape[-1]) if self.is_sampled else tokens
 
     def wait(self) -> None:
-        """Wait until it is computed."""
         mx.eval(*self.results.values())
 
     def read(self) -> Outcome:
-        """The outcome; the only host synchronisation of a round."""
+        """Wait for the pass, and check and return its outcome."""
         vocab_size = self.logprobs[0].shape[-1]
+        # The only host synchronisation of a round: all small arrays are read at once.
         mx.eval(*self.results.values())
         numbers: dict[str, Any] = dict(
             zip(self.results, map(mx.array.tolist, self.results.values()), strict=True)
         )
         drafted: Any = self.draft.tokens
+        # The tokens of a lazy draft are known only now, and so is whether they exist.
         if "drafted" in numbers:
             drafted = numbers["drafted"]
             check_drafted(drafted, vocab_size)
         outcome = self.decision.outcome(numbers, drafted)
-        for i, node in enumerate((ROOT, *outcome.kept)):
+        for i, node in enumerate((ROOT, *outcome.accepted)):
+            # A row of logits that holds inf or nan has a logsumexp that is not finite.
             if not math.isfinite(numbers["scales"][node + 1][0]):
                 if i == 0:
                     raise LogitsError(NOT_FINITE)
-                # what came before is handed out; the next round finds this row as its first
-                outcome = Outcome(outcome.kept[:i], outcome.tokens[:i])
+                # Earlier tokens are right and are handed out. The next round begins with this row,
+                # and raises.
+                outcome = Outcome(outcome.accepted[:i], outcome.tokens[:i])
                 break
         check_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
@@ -311,9 +336,16 @@ class LazyPass:
 
 @dataclass
 class StepwisePass:
-    """A round whose rows go through callables of the caller's one at a time, in order.
+    """A pass whose rows go through the caller's own callables one at a time, in order.
 
-    ends: tokens after which no draft is of use. The others: see `LazyPass`.
+    Such a callable may remember its calls, so that it must see exactly the rows of the text. See
+    `LazyPass` for the other fields.
+
+    Attributes:
+        logits: [K+1, V] before the processors.
+        target: draws the tokens.
+        position: index of the first new token among those generated.
+        end_tokens: tokens that end the text; draft tokens after them are not judged.
     """
 
     draft: Draft
@@ -321,37 +353,36 @@ class StepwisePass:
     logits: mx.array
     target: NextToken
     position: int
-    ends: Set[int] = frozenset()
+    end_tokens: Set[int] = frozenset()
     features: FeatureRows | None = None
     logprobs: list[mx.array] = field(default_factory=list)
     _first_row: tuple[mx.array, mx.array, mx.array] | None = None
 
     @property
     def to_compute(self) -> list[mx.array]:
-        """The arrays that the device begins with."""
+        """Arrays to start on the device."""
         return [self.logits]
 
     def draw_next(self) -> mx.array:
-        """Token after an empty draft, uint32 [1], not computed yet; the callables see the text."""
+        """The lazy token [1], uint32, that follows an empty draft. The callables see the text."""
         return clip_ids(self._row(0, [])[0], self.logits.shape[-1])
 
     def wait(self) -> None:
-        """Wait until the rows are computed."""
         mx.eval(self.logits)
 
     def read(self) -> Outcome:
-        """The outcome."""
         drafted = to_list(self.draft.tokens)
-        drafted = drafted[: len(Draft(drafted).until(self.ends))]
+        drafted = drafted[: len(Draft(drafted).until(self.end_tokens))]
         check_drafted(drafted, self.logits.shape[-1])
         tokens: list[int] = []
+        # Row i is right as long as draft tokens 0 to i - 1 are the tokens of the text.
         while len(tokens) <= len(drafted) and tokens == drafted[: len(tokens)]:
             row = len(tokens)
             token, bad, logprobs = self._row(row, drafted[:row])
             token_id, is_bad = to_list(mx.concatenate([token, bad]))
             if is_bad and not row:
                 raise LogitsError(NOT_FINITE)
-            if is_bad:  # what came before is handed out first
+            if is_bad:  # earlier tokens are handed out first
                 self.target.has_failed = True
                 return Outcome(range(row), tokens)
             tokens.append(token_id)
@@ -360,13 +391,11 @@ class StepwisePass:
         return Outcome(range(len(tokens) - 1), tokens)
 
     def _row(self, row: int, before: list[int]) -> tuple[mx.array, mx.array, mx.array]:
-        """The target's token [1] after draft tokens, 1 if its logits are not finite, [1, V].
-
-        The first row is computed once.
-        """
+        """Token [1], flag [1] of logits that are not finite, log-probabilities [1, V]."""
+        # `draw_next` has computed the first row already, and a callable must see it only once.
         if not row and self._first_row is not None:
             return self._first_row
-        if self.target.has_failed:  # the processors have seen it, in the round before
+        if self.target.has_failed:  # the round before has shown this row to the processors
             raise LogitsError(NOT_FINITE)
         logits = self.target.process_row(self.logits[row : row + 1], before)
         scale = mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -377,7 +406,7 @@ class StepwisePass:
 
 
 def check_next_token(token: int, vocab_size: int) -> None:
-    """Raise VerdictError for a token that the target does not have: it would be fed next."""
+    """Raise VerdictError for a token that the target lacks."""
     if not 0 <= token < vocab_size:
         raise VerdictError(
             f"The next token is {token}; the target has 0 to {vocab_size - 1}. Have your own "
@@ -385,9 +414,14 @@ def check_next_token(token: int, vocab_size: int) -> None:
         )
 
 
-def check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
-    """Raise DraftError for a row of draft_probs that does not sum to 1 or excludes its token."""
-    for i, (mass, (logprob,)) in enumerate(zip(masses, own, strict=True)):
+def check_distribution(masses: Sequence[float], token_logprobs: Sequence[Sequence[float]]) -> None:
+    """Raise DraftError for a distribution that does not sum to 1 or excludes its own token.
+
+    Args:
+        masses: [K] sums of the rows.
+        token_logprobs: [K, 1] log-probability of each drawn token.
+    """
+    for i, (mass, (logprob,)) in enumerate(zip(masses, token_logprobs, strict=True)):
         if not (abs(mass - 1) < MASS_TOLERANCE and logprob > -math.inf):
             raise DraftError(
                 f"The distribution of draft token {i} is none: it must sum to 1 and give mass to "
@@ -403,13 +437,15 @@ class Verifier:
     """The target of one generation: a model, its caches, and verdicts about drafts.
 
     Attributes:
-        options: sampler, processors and rule; when caches are quantized.
-        noise: what tokens are drawn with; None for a fixed seed.
+        model: the target.
+        rollback: its caches.
+        options: sampler, processors, rule, and when caches are quantized.
+        noise: randomness of the tokens. None for a fixed seed.
         probe: measure once whether the model is exact for several positions at once.
-        next_token: how tokens are drawn.
-        end_tokens: tokens that end a text; a draft goes no further.
-        remembers: a logits processor may keep what it was shown.
-        taps: reads states of the passes, or None.
+        next_token: draws tokens.
+        end_tokens: tokens that end a text. Drafts end there.
+        remembers: a logits processor may remember its calls.
+        state_reader: reads states of the passes, or None.
 
     Raises:
         ValueError: the rule needs a distribution, and there is none.
@@ -421,8 +457,8 @@ class Verifier:
     _: KW_ONLY
     noise: InitVar[Noise | None] = None
     probe: bool = True
-    taps: Taps | None = field(default=None, init=False)
-    # position from which on passes over several positions are not exact, or not measured yet
+    state_reader: StateReader | None = field(default=None, init=False)
+    # first position at which wide passes are not exact, or have not been measured
     _exact_until: float = field(default=0, init=False)
 
     def __post_init__(self, noise: Noise | None) -> None:
@@ -442,41 +478,39 @@ class Verifier:
 
     @cached_property
     def vocab_size(self) -> int:
-        """V."""
         return vocab_size_of(self.model)
 
     @property
     def position(self) -> int:
-        """Positions that were fed."""
+        """Number of positions in the caches."""
         return self.rollback.position
 
     def tap(self, wanted: Features) -> None:
-        """Have every pass from now on bring these features; UnreadableError if it cannot."""
+        """Read these features in every later pass. Raises UnreadableError."""
         for index in wanted.caches:
             check_readable(self.rollback.caches, index)
-        self.taps = Taps(self.model, wanted, self.keys_values)
+        self.state_reader = StateReader(self.model, wanted, self.keys_values)
 
     def keys_values(self, index: int) -> KeysValues:
-        """Contents of a cache now; UnreadableError for one without keys and values."""
+        """Present contents of a cache. UnreadableError if it has no keys and values."""
         return keys_values_of(self.rollback.caches, index)
 
     def fed_features(self) -> tuple[FeatureRows, int]:
-        """Rows of the latest `feed`, and how many positions it had."""
-        assert self.taps is not None
-        assert self.taps.features is not None, "asked for rows before a pass"
-        return self.taps.features, self.taps.num_rows
+        """Features of the latest pass, and its number of positions."""
+        assert self.state_reader is not None
+        assert self.state_reader.features is not None, "asked for rows before a pass"
+        return self.state_reader.features, self.state_reader.num_rows
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
-        """Add tokens of the text to what logits processors see."""
         if self.next_token.processors:
             self.next_token.extend_history(tokens)
 
     def show_end(self, logprobs: mx.array) -> None:
-        """Show processors the text when no pass comes after it; logprobs: [1, V], any."""
+        """Show processors a text that has ended. `logprobs` [1, V] may be any."""
         self.next_token.process_row(logprobs, ())
 
     def draft_context(self, tokenizer: Any, draft_cache: list[Any] | None) -> DraftContext:
-        """The target as a drafter may know it."""
+        """Facts about the target that a drafter may use."""
         return DraftContext(
             sampling=self.next_token.sampling,
             noise=self.next_token.noise,
@@ -497,12 +531,18 @@ class Verifier:
         *,
         in_round: bool = False,
     ) -> mx.array:
-        """One pass over tokens [S], or embeddings [S, D] in their place; logits [S, V], lazy.
+        """Run one pass over tokens [S]. Returns lazy logits [S, V].
 
-        parents: [K] of the last K tokens, where they are a tree. in_round: it verifies; from the
-        first wide one of these on, recurrences go step by step, as plain decoding would.
+        Args:
+            tokens: [S] ids.
+            embeddings: [S, D] to feed in place of the tokens.
+            parents: [K] parents of the last K tokens, if they are a tree.
+            in_round: the pass verifies. From the first wide one on, recurrences go step by step, as
+                in plain decoding.
         """
         if in_round and self.probe and tokens.shape[0] > 1:
+            # Found once for each model. A prefill does not need the states, and goes faster
+            # without.
             self.rollback.states = recurrent_states_of(self.model)
         if self.options.kv_bits is not None:
             self.quantize()
@@ -512,12 +552,12 @@ class Verifier:
             how["call"] = partial(tree_pass, rows=rows)
         if embeddings is not None:
             how["input_embeddings"] = embeddings[None]
-        if self.taps is None:
+        if self.state_reader is None:
             return self.rollback.forward(self.model, tokens, **how)
-        return self.taps.read(partial(self.rollback.forward, self.model, tokens, **how))
+        return self.state_reader.read(partial(self.rollback.forward, self.model, tokens, **how))
 
     def quantize(self) -> None:
-        """Quantize caches, in the caller's list, that are long enough; after a rollback."""
+        """Quantize the caches that are long enough, in the caller's list. Call after a rollback."""
         if self.options.kv_bits is not None and self.rollback.position > 0:
             maybe_quantize_kv_cache(
                 self.rollback.caches,
@@ -527,10 +567,10 @@ class Verifier:
             )
 
     def measure_width(self) -> int | None:
-        """Most positions that the next pass may have; None for any number.
+        """Most positions of the next pass. None for any number.
 
-        It is measured where the text comes near a position at which the model may change. No pass
-        may reach across `quantized_kv_start`, after which plain decoding quantizes caches.
+        The model is measured when the text comes near a position at which it may change. No pass
+        may reach across `quantized_kv_start`, where plain decoding begins to quantize.
         """
         limits: list[float] = [self.rollback.widest_pass() or inf]
         if self.probe and self._exact_until < inf:
@@ -551,17 +591,17 @@ class Verifier:
 
     @cached_property
     def tree_rule(self) -> Any:
-        """The rule's counterpart for trees, None where it has none."""
+        """The rule for trees, or None if trees cannot be verified."""
         return tree_rule_for(self.rule)
 
     def takes_trees(self) -> bool:
-        """True if a tree may be verified now, in one pass; a warning, once a model, if not."""
+        """True if one pass can verify a tree now. Warns once for each model if not."""
         if not self.probe or self.tree_rule is None or self.next_token.by_row:
             return False
         end = self.rollback.end
         if takes_trees(self.rollback) and first_inexact(self.model, end, on_trees=True) is None:
             return True
-        if self.taps is None:
+        if self.state_reader is None:
             warn_of_chains(self.model)
         return False
 
@@ -578,12 +618,12 @@ class Verifier:
 
         Args:
             pending: [n] ids, uint32 if they are an array; at least one.
-            draft: K tokens, which may be none.
+            draft: K tokens, possibly none.
             position: index of the next token among those generated.
             embeddings: [S, D] of the pending tokens, or None.
 
         Raises:
-            DraftError: the draft is none; nothing was fed.
+            DraftError: the draft is malformed. Nothing was fed.
         """
         fed = pending if isinstance(pending, mx.array) else mx.array([*pending], mx.uint32)
         num_fed, num_drafted, drafted = fed.shape[0], 0, NO_TOKENS
@@ -592,29 +632,35 @@ class Verifier:
             draft = self.checked(draft)
             drafted, num_drafted = self.drafted_ids(draft), len(draft.tokens)
             num_fed += num_drafted
+        # Pending tokens that do not fit into one exact pass are fed before it. The draft stays in
+        # one pass with at least one pending token, whose row judges the first draft token.
         while fed.shape[0] > 1 and (room := self.measure_width() or num_fed) < fed.shape[0]:
             self.feed(fed[:room], in_round=True)
-            if self.taps is not None:
+            if self.state_reader is not None:
                 rows.append(self.fed_features()[0])
             fed = fed[room:]
         if num_drafted:
+            # Taken after the early pending tokens, so that a rejection replays as little as
+            # possible.
             self.rollback.checkpoint()
             fed = mx.concatenate([fed, drafted])
         logits = self.feed(fed, embeddings, draft.parents, in_round=True)
+        # Row -K-1 follows the last pending token. The other K rows follow the draft tokens.
         pass_ = self.judge(logits[-num_drafted - 1 :], draft, drafted, position, num_fed)
         to_compute = pass_.to_compute
-        if self.taps is not None:
+        if self.state_reader is not None:
             features, _ = self.fed_features()
             pass_.features = features = FeatureRows.joined([*rows, features]) if rows else features
             if features.top_tokens is not None:
                 to_compute.append(features.top_tokens)
+        # Start the device and return. Only `read` waits.
         mx.async_eval(to_compute)
         return pass_
 
     def judge(
         self, logits: mx.array, draft: Draft, drafted: mx.array, position: int, num_fed: int
     ) -> LazyPass | StepwisePass:
-        """The round of a pass that was made, lazy; logits: [K+1, V] from the last pending on."""
+        """Judge the draft from logits [K+1, V], lazily."""
         target = self.next_token
         if target.by_row:
             return StepwisePass(draft, num_fed, logits, target, position, self.end_tokens)
@@ -629,6 +675,7 @@ class Verifier:
             return LazyPass(
                 NO_DRAFT, num_fed, [rows.logprobs], decision, results, is_sampled=is_sampled
             )
+        # The rule gets ids that exist. `read` raises later if the draft had others.
         as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
         noise = RoundNoise(target.noise, position)
         if draft.parents is None:
@@ -640,14 +687,16 @@ class Verifier:
         if isinstance(draft.tokens, mx.array):
             results["drafted"] = draft.tokens
         if draft.logprobs is not None:
+            # A drafter that declares a wrong q would bias the text, so that each q is checked when
+            # it is read.
             results["masses"] = mx.sum(mx.exp(draft.logprobs), axis=-1)
             results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
         return LazyPass(draft, num_fed, rows.each(), decision, results)
 
     def checked(self, draft: Draft, *, may_fork: bool = True) -> Draft:
-        """A draft until its end tokens, of a tree the first chain where it must be one.
+        """The draft up to its first end token, cut to a chain where it must not fork.
 
-        Raises DraftError for what is none.
+        Raises DraftError for a malformed draft.
         """
         check_draft(draft, self.vocab_size)
         is_known = not isinstance(draft.tokens, mx.array)
@@ -658,8 +707,8 @@ class Verifier:
         return draft
 
     def drafted_ids(self, draft: Draft) -> mx.array:
-        """The draft's tokens as ids that exist; wrong ones are an error once they can be read."""
+        """The draft's tokens as ids that exist. `read` raises for others."""
         if isinstance(draft.tokens, mx.array):
-            # as uint32, negative ids are too large as well
+            # as uint32 a negative id is a large one
             return mx.minimum(to_ids(draft.tokens), self.vocab_size - 1)
         return mx.array([*draft.tokens], mx.uint32)

@@ -35,7 +35,7 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.errors import HeadError
 from specdec_mlx.lab.proof.law import continued, sources
-from specdec_mlx.models.anatomy import Taps
+from specdec_mlx.models.anatomy import StateReader
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.shape import children_of, depths_of, path_to
@@ -93,7 +93,7 @@ def session_of(kind: str, name: str, **context: Any) -> Any:
     text = PROMPT[:5]  # with a tree within the windows of these models
     session: Any = one.begin(text, DraftContext(vocab_size=size, **context))
     if isinstance(one, HeadDrafter):
-        taps = Taps(model, one.features, lambda index: None)  # type: ignore[arg-type,return-value]
+        taps = StateReader(model, one.features, lambda index: None)  # type: ignore[arg-type,return-value]
         taps.read(lambda: model(mx.array([text[:-1]]))[0])
         session.see(taps.features)
     return session

@@ -38,7 +38,7 @@ from specdec_mlx.lab.proof import texts
 from specdec_mlx.lab.proof.report import Finding
 from specdec_mlx.lab.proof.subject import Subject, Work
 from specdec_mlx.lab.proof.texts import check_state, check_variations
-from specdec_mlx.models.anatomy import Taps, keys_values_of
+from specdec_mlx.models.anatomy import StateReader, keys_values_of
 from specdec_mlx.rules import Block
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
@@ -101,7 +101,7 @@ def rows_of(
 ) -> FeatureRows:
     """The states of a pass over these tokens, by default a fresh one."""
     caches = caches or make_prompt_cache(model)
-    taps = Taps(model, wanted, lambda index: keys_values_of(caches, index))
+    taps = StateReader(model, wanted, lambda index: keys_values_of(caches, index))
     taps.read(lambda: model(mx.array([tokens]), cache=caches)[0])
     assert taps.features is not None
     return taps.features

@@ -27,7 +27,7 @@ from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.models import anatomy as watching
-from specdec_mlx.models.anatomy import Taps
+from specdec_mlx.models.anatomy import StateReader
 from specdec_mlx.target import Verifier
 
 IDS = mx.array(PROMPT)
@@ -52,7 +52,7 @@ def fed(model: nn.Module, ids: mx.array = IDS) -> mx.array:
 
 def read(model: nn.Module, ids: mx.array = IDS, wanted: Features = ALL) -> FeatureRows:
     """What one pass shows."""
-    reading = Taps(model, wanted)
+    reading = StateReader(model, wanted)
     reading.read(lambda: fed(model, ids))
     assert reading.features is not None
     return reading.features
@@ -119,7 +119,7 @@ def test_logits_are_bit_equal_and_the_heads_input_makes_them(variant: str) -> No
     if variant not in VARIANTS:
         read(model)  # nothing is remembered of the modules that it had
         quantized(model)
-    reading, before = Taps(model, ALL), classes(model)
+    reading, before = StateReader(model, ALL), classes(model)
     logits = reading.read(lambda: fed(model))
     assert mx.array_equal(logits, fed(model))
     head = getattr(model, "lm_head", None) or model.model.embed_tokens.as_linear
@@ -218,7 +218,7 @@ def test_each_part_of_a_drafter_is_shown_what_it_wants() -> None:
 
 
 def test_nothing_is_watched_for_a_drafter_that_does_not_ask(monkeypatch):
-    monkeypatch.setattr(Taps, "read", None)
+    monkeypatch.setattr(StateReader, "read", None)
     assert list(sd.speculate(built("llama"), PROMPT, sd.PromptLookupDrafter(), max_tokens=9))
 
 
@@ -232,7 +232,7 @@ def test_between_passes_and_after_an_exception_in_one_the_model_is_its_own(
         raise KeyboardInterrupt
 
     model = built("llama")
-    reading, before = Taps(model, ALL), classes(model)
+    reading, before = StateReader(model, ALL), classes(model)
     items = speculate("llama", reader("llama"))
     for _ in range(5):
         next(items)

@@ -200,7 +200,7 @@ class TimedPass:
 
     def read(self) -> Outcome:
         self.wait()
-        return Outcome(kept=[], tokens=[1])
+        return Outcome(accepted=[], tokens=[1])
 
 
 class TimedTarget:

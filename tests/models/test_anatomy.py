@@ -15,7 +15,7 @@ from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.lab.papers.early_exit import final_norm
 from specdec_mlx.models import anatomy as watching
-from specdec_mlx.models.anatomy import Taps, anatomy_of, vocab_size_of
+from specdec_mlx.models.anatomy import StateReader, anatomy_of, vocab_size_of
 
 EVERYTHING = Features(layers=(0, 1), head_input=True)
 
@@ -29,7 +29,7 @@ def test_one_pass_is_watched_for_all_that_is_asked_of_a_model(monkeypatch: pytes
     assert vocab_size_of(model) == target_ends(model).vocab_size
     assert target_ends(model).embedding is model.model.embed_tokens
     assert final_norm(model) is model.model.norm
-    tapped = Taps(model, EVERYTHING)
+    tapped = StateReader(model, EVERYTHING)
     assert len(watched) == 1
     tapped.read(lambda: model(mx.array([[1, 2]]))[0])
     assert tapped.features is not None
@@ -44,7 +44,7 @@ def test_of_a_model_that_was_quantized_in_place_the_new_parts_are_found():
     now = anatomy_of(model)
     assert before.embedding is not now.embedding
     assert now.embedding is model.model.embed_tokens
-    tapped = Taps(model, EVERYTHING)
+    tapped = StateReader(model, EVERYTHING)
     tapped.read(lambda: model(mx.array([[1, 2]]))[0])
     assert anatomy_of(model) is now
 

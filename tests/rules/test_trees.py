@@ -174,7 +174,7 @@ def test_own_tokens_lead_through_the_tree():
     for rule in rules:
         verdict = rule.decide_tree(Known(own, own, greedy=True), draft, Given(own, own))
         outcome = outcome_of(verdict, draft.tokens)
-        assert (list(outcome.kept), outcome.tokens) == ([1, 2, 4], [7, 5, 6, 9])
+        assert (list(outcome.accepted), outcome.tokens) == ([1, 2, 4], [7, 5, 6, 9])
 
 
 def over_all_draws(p: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, float]:
@@ -262,7 +262,7 @@ def test_typical_keeps_the_longest_path_of_typical_tokens(parents, rule, seed):
     outcome = outcome_of(verdict, draft.tokens)
     last = p[path[-1] + 1 if path else 0]
     own = int(np.argmax(np.log(np.maximum(last, 1e-30)) + np.array(noise)))
-    assert (list(outcome.kept), outcome.tokens[-1]) == (path, own)
+    assert (list(outcome.accepted), outcome.tokens[-1]) == (path, own)
     likeliest = mx.argmax(mx.array(p), axis=-1)
     certain = Known(mx.array(p), likeliest, greedy=True)
     matched = OwnTokens().decide_tree(certain, draft, Given(noise, noise))

@@ -117,8 +117,8 @@ class SharedPasses(BatchPasses):
         watched = [
             module
             for verifier in self.verifiers
-            if verifier.taps is not None
-            for module in verifier.taps.modules
+            if verifier.state_reader is not None
+            for module in verifier.state_reader.modules
         ]
         calls: list[Call] = []
         with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
@@ -128,8 +128,8 @@ class SharedPasses(BatchPasses):
             num_fed = len(fed[row])
             mine = logits[row, len(round_.pending) - 1 : num_fed]
             pass_ = verifier.judge(mine, round_.draft, drafted[row], round_.position, num_fed)
-            if (taps := verifier.taps) is not None:
-                pass_.features = taps.rows(calls, logits[row, :num_fed], row)
+            if (reader := verifier.state_reader) is not None:
+                pass_.features = reader.rows(calls, logits[row, :num_fed], row)
             passes.append(pass_)
         mx.async_eval([pass_.to_compute for pass_ in passes])
         self._move()

@@ -21,7 +21,7 @@ from operator import mul
 from time import perf_counter
 from typing import Any, ClassVar
 
-from specdec_mlx.arguments import AUTO, whole, wrong
+from specdec_mlx.arguments import AUTO, argument_error, check_int
 from specdec_mlx.contracts import (
     MANY_WAITING,
     NO_DRAFT,
@@ -103,7 +103,7 @@ class Fixed(DraftLength):
     """Always up to `length` tokens."""
 
     def __init__(self, length: int) -> None:
-        self.length = whole("num_draft_tokens", length, 0, f", or {AUTO!r}")
+        self.length = check_int("num_draft_tokens", length, 0, f", or {AUTO!r}")
 
     def limit(self, part: str, cheap: bool) -> int:
         """The fixed length."""
@@ -116,7 +116,7 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
     Raises UnknownNameError, or ValueError for what is no int >= 0, no policy or no tuning.
     """
     if tuning is not None and not isinstance(tuning, Tuning):
-        raise wrong("tuning", tuning, "None or specdec_mlx.drafters.Tuning.load(path)")
+        raise argument_error("tuning", tuning, "None or specdec_mlx.drafters.Tuning.load(path)")
     if isinstance(choice, str):
         if choice != AUTO:
             raise UnknownNameError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.arguments import wrong
+from specdec_mlx.arguments import argument_error
 from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
 from specdec_mlx.sampling import MOST_NUMBERS, TEMPS, Sampling, is_temp
 from specdec_mlx.token_ids import to_ids
@@ -215,7 +215,7 @@ def match_vocab(logits: mx.array, vocab_size: int | None) -> mx.array:
 def check_draft_temp(draft_temp: float | None) -> None:
     """Raise ValueError for a temperature of drafts that is none."""
     if draft_temp is not None and not is_temp(draft_temp):
-        raise wrong("draft_temp", draft_temp, f"{TEMPS}, or None")
+        raise argument_error("draft_temp", draft_temp, f"{TEMPS}, or None")
 
 
 def sampling_of_drafts(drafter: Any, target: Sampling | None) -> Sampling:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, can_trim_prompt_cache, make_prompt_cache
 
-from specdec_mlx.arguments import wrong
+from specdec_mlx.arguments import argument_error
 from specdec_mlx.caches import (
     READABLE,
     Rollback,
@@ -77,9 +77,11 @@ class ModelDrafter(Drafter):
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise wrong("model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))")
+            raise argument_error(
+                "model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))"
+            )
         if self.tokenizers not in TOKENIZERS:
-            raise wrong("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
+            raise argument_error("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
         check_way_of_writing(self)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.arguments import whole
+from specdec_mlx.arguments import check_int
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, GoesOn, Session
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import (
@@ -34,7 +34,7 @@ Parents = Sequence[int] | None
 def check_way_of_writing(drafter: Any) -> None:
     """Raise ValueError for the options of a drafter that its sessions cannot follow."""
     check_draft_temp(drafter.draft_temp)
-    whole("branches", drafter.branches, 1)
+    check_int("branches", drafter.branches, 1)
 
 
 def way_of_writing(drafter: Any) -> str:

@@ -80,7 +80,7 @@ class FeatureFeed:
         rows = current.under_way.features
         assert rows is not None, "a tapped target brings features with every pass"
         num_pending = current.num_pending
-        kept = outcome.kept[: len(outcome.tokens) - 1]
+        kept = outcome.accepted[: len(outcome.tokens) - 1]
         shown = [*range(num_pending), *(num_pending + node for node in kept)]
         self._show(rows, current.under_way.num_fed, start, shown)
         self._show_rejected(rows, current, outcome)
@@ -89,7 +89,7 @@ class FeatureFeed:
         """Show the rows of draft tokens that were not kept to those that want them."""
         if not self._rejected_readers:
             return
-        left = [node for node in range(current.num_drafted) if node not in outcome.kept]
+        left = [node for node in range(current.num_drafted) if node not in outcome.accepted]
         if left:
             drafted = to_list(current.under_way.draft.tokens)
             not_kept = rows.rows([current.num_pending + node for node in left])

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar, TypeVar
 
-from specdec_mlx.arguments import wrong
+from specdec_mlx.arguments import argument_error
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory import file
@@ -74,7 +74,7 @@ class KeptFile(ABC):
     def load(cls: type[K], path: Path | str) -> K:
         """Read a file; MemoryFileError for another kind, a damaged or later one."""
         if not isinstance(path, Path | str):
-            raise wrong("path", path, "a path of a file")
+            raise argument_error("path", path, "a path of a file")
         path = Path(path)
         header, data = file.read_file(path, cls.kind, cls.header)
         try:

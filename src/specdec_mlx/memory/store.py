@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 
 from specdec_mlx.arguments import PROCESS as PROCESS
-from specdec_mlx.arguments import whole, wrong
+from specdec_mlx.arguments import argument_error, check_int
 from specdec_mlx.files import Count
 from specdec_mlx.memory.file import FileHeader, Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
@@ -129,9 +129,9 @@ class Memory(KeptFile):
     ) -> None:
         super().__init__(tokenizer)
         self.remember_prompts = remember_prompts
-        self.max_tokens = whole("max_tokens", max_tokens, 1, ". Memory.load(path) reads a file")
+        self.max_tokens = check_int("max_tokens", max_tokens, 1, ". Memory.load(path) reads a file")
         if max_bytes is not None:
-            most = whole("max_bytes", max_bytes, BYTES_PER_TOKEN) // BYTES_PER_TOKEN
+            most = check_int("max_bytes", max_bytes, BYTES_PER_TOKEN) // BYTES_PER_TOKEN
             self.max_tokens = min(self.max_tokens, most)
         self.sources: dict[str, tuple[str, str]] = {}
         self.indexes: tuple[ContextIndex, ...] = ()
@@ -342,7 +342,7 @@ def _checked(given: Sequence[int]) -> Integers:
     """Token ids as an array; ValueError for what is none, or too large for an index."""
     tokens: Integers = np.array(given)
     if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
-        raise wrong("tokens", given, "token ids [n], ints. Tokenize a text first")
+        raise argument_error("tokens", given, "token ids [n], ints. Tokenize a text first")
     ends = tokens.min(initial=0), tokens.max(initial=0)
     for token in (end for end in ends if not 0 <= end <= MAX_TOKEN):
         raise ValueError(

@@ -6,7 +6,7 @@ so that other generations do not see it. The last pass to end puts everything ba
 
 One pass is watched for the parts of a model, which is never computed: they and their sizes are read
 off modules and shapes. The *head* is the last module that turns states into logits; its input is
-the state after the final norm. `Taps` reads what a drafter wants of a target's passes.
+the state after the final norm. `StateReader` reads what a drafter wants of a target's passes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _swapped(
 
 
 @contextmanager
-def held(variable: ContextVar[T], value: T) -> Iterator[None]:
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
     """Give a context variable a value in here."""
     token = variable.set(value)
     try:
@@ -352,7 +352,7 @@ def _readable(name: str, tap: Tap | str) -> Tap:
     return tap
 
 
-class Taps:
+class StateReader:
     """The places where a model's passes are read; UnreadableError for what it does not show.
 
     modules: those whose calls are to be watched.

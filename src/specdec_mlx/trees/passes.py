@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 from specdec_mlx.caches import READABLE, Rollback, parts_of
 from specdec_mlx.contracts import chain
-from specdec_mlx.models.anatomy import change_class, held
+from specdec_mlx.models.anatomy import change_class, setting
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.trees.shape import depths_of, path_to
 
@@ -96,7 +96,7 @@ _pass_over: ContextVar[TreeLayout | None] = ContextVar("_pass_over", default=Non
 
 def pass_over(rows: TreeLayout) -> AbstractContextManager[None]:
     """Have modules that read positions take each row's own while the model is called."""
-    return held(_pass_over, rows)
+    return setting(_pass_over, rows)
 
 
 def view_class(kind: type) -> type:

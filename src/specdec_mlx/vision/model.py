@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.arguments import wrong
+from specdec_mlx.arguments import argument_error
 from specdec_mlx.caches import STRATEGIES, Rollback, leaves
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.trees.passes import VIEWS, view_class
@@ -51,7 +51,7 @@ class VisionModel(nn.Module):  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         if not isinstance(getattr(model, "language_model", None), nn.Module):
-            raise wrong("model", model, "a vision model: model, _ = mlx_vlm.load(...)")
+            raise argument_error("model", model, "a vision model: model, _ = mlx_vlm.load(...)")
         mlx_vlm()
         self.model = model
 
@@ -93,7 +93,7 @@ class VisionModel(nn.Module):  # type: ignore[misc]
         if not hasattr(first, "image_positions"):
             if not may_be_read:
                 how = "caches that vision.read_prompt was given, and never kv_bits"
-                raise wrong("prompt_cache", caches, how)
+                raise argument_error("prompt_cache", caches, how)
             first.image_positions = ImagePositions(kept_by(self.language_model))
         positions: ImagePositions = first.image_positions
         return positions

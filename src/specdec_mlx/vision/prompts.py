@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx import generation
-from specdec_mlx.arguments import wrong
+from specdec_mlx.arguments import argument_error
 from specdec_mlx.errors import PromptError
 from specdec_mlx.generation import SpeculativeResponse, Text, printed
 from specdec_mlx.models.loading import load_model
@@ -64,7 +64,7 @@ def read_prompt(
         ValueError: other bad input.
     """
     if not isinstance(model, VisionModel):
-        raise wrong("model", model, "one of vision.load(...), or VisionModel(model)")
+        raise argument_error("model", model, "one of vision.load(...), or VisionModel(model)")
     images = [images] if isinstance(images, str) else images
     caches = model.make_cache() if prompt_cache is None else prompt_cache
     is_new = holds_nothing(split_cache(model, caches, Options())[0])
@@ -172,7 +172,7 @@ def stream_generate(
     """
     for name, expected in NOT_TAKEN.items():
         if options.get(name) is not None:
-            raise wrong(name, options[name], expected)
+            raise argument_error(name, options[name], expected)
     tokens, read = read_prompt(model, processor, prompt, images, prompt_cache)
     return generation.stream_generate(model, prompt=tokens, **read, **options)
 

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.arguments import AUTO, is_place, make_with, name_in, split_spec, wrong
+from specdec_mlx.arguments import AUTO, argument_error, is_place, make_with, name_in, split_spec
 from specdec_mlx.arguments import add_lighter_arguments as add_lighter_arguments
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.registry import (
@@ -208,10 +208,10 @@ def resolve(
     place, log = getattr(tokenizer, "name_or_path", ""), logging.getLogger(__name__)
     if isinstance(draft_model, str | Path) and name_in(str(draft_model)) != AUTO:
         instead = f"a loaded model. To draft with what is there, give drafter={str(draft_model)!r}"
-        raise wrong("draft_model", draft_model, instead)
+        raise argument_error("draft_model", draft_model, instead)
     if not isinstance(draft_model, nn.Module | str | None):
         instead = "a loaded model: of mlx_lm.load(...) the first. A drafter is given as drafter="
-        raise wrong("draft_model", draft_model, instead)
+        raise argument_error("draft_model", draft_model, instead)
     drafters = drafter if isinstance(drafter, list) else [drafter]
     model = DraftModel(found_for(place, draft_model, log.warning))
     return DrafterChoice(drafters, model).resolve(target)

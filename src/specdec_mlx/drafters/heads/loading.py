@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
-from specdec_mlx.arguments import installed, load, make_with, split_spec, whole
+from specdec_mlx.arguments import check_int, installed, load, make_with, split_spec
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.drawing import check_draft_temp
 from specdec_mlx.drafters.heads.drafter import (
@@ -343,7 +343,7 @@ def load_head(
         HeadError: it is not known, not complete, or does not fit the target.
     """
     check_draft_temp(draft_temp)
-    whole("branches", branches, 1)
+    check_int("branches", branches, 1)
     options: dict[str, Any] = {"greedy": greedy, "draft_temp": draft_temp}
     options["branches"] = branches
     variant = Variant(draft_bits, layers, pre_norm, norms_less_one)

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.arguments import whole
+from specdec_mlx.arguments import check_int
 from specdec_mlx.contracts import (
     DraftContext,
     all_drafters,
@@ -88,8 +88,11 @@ def beam_search(
         ValueError: for other bad input, and its subclasses as in `generate`.
     """
     tokenizer = loaded(model, tokenizer)
-    num_beams, max_tokens = (whole("num_beams", num_beams, 1), whole("max_tokens", max_tokens, 1))
-    prefill_step_size = whole("prefill_step_size", prefill_step_size, 1)
+    num_beams, max_tokens = (
+        check_int("num_beams", num_beams, 1),
+        check_int("max_tokens", max_tokens, 1),
+    )
+    prefill_step_size = check_int("prefill_step_size", prefill_step_size, 1)
     chosen = resolve(drafter, draft_model, model, tokenizer)
     tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
     vocab_size = vocab_size_of(model)

@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import parse_draft_length, whole
+from specdec_mlx.arguments import check_int, parse_draft_length
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.choice import DrafterChoice
@@ -178,7 +178,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "repeats"):
-            whole(name, getattr(self, name), 1)
+            check_int(name, getattr(self, name), 1)
 
 
 def make_contenders(

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.arguments import require, shown
+from specdec_mlx.arguments import require, short_repr
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
@@ -61,8 +61,8 @@ class Cascade(Several):
         for part in all_drafters(then):
             if part.models() or part.features is not None:
                 raise ValueError(
-                    f"Cascade: then={shown(self.then)} runs a model or reads the target; expected "
-                    "a look-up, such as 'suffix'."
+                    f"Cascade: then={short_repr(self.then)} runs a model or reads the target; "
+                    "expected a look-up, such as 'suffix'."
                 )
         require(self, self.num_first >= 1, "num_first", "an int >= 1")
         first, then = as_drafter(self.first), as_drafter(then)

@@ -23,7 +23,7 @@ from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter, ModelReader
 from specdec_mlx.errors import HeadError
-from specdec_mlx.models.anatomy import anatomy_of, held
+from specdec_mlx.models.anatomy import anatomy_of, setting
 
 if TYPE_CHECKING:
     from specdec_mlx.target import Verifier
@@ -195,5 +195,5 @@ class ExitModel(nn.Module):  # type: ignore[misc]
 
     def __call__(self, tokens: mx.array, cache: list[Any] | None = None, **inputs: Any) -> Any:
         """Logits [B, n, V] of tokens [B, n]."""
-        with held(_cache, cache[-1] if cache else None):
+        with setting(_cache, cache[-1] if cache else None):
             return self.model(tokens, cache=cache[:-1] if cache else None, **inputs)

@@ -25,7 +25,7 @@ from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.model import ModelDrafter, ModelReader, check_caches_fit
 from specdec_mlx.drafters.writing import way_of_writing
 from specdec_mlx.errors import HeadError
-from specdec_mlx.models.anatomy import anatomy_of, change_class, held
+from specdec_mlx.models.anatomy import anatomy_of, change_class, setting
 from specdec_mlx.token_ids import to_ids
 
 LOOK_AHEAD = "look_ahead"  # key of a config: number of embeddings
@@ -50,7 +50,7 @@ def looking_ahead(target: nn.Module, rows: mx.array) -> AbstractContextManager[N
     embedding: Any = anatomy_of(target).embedding
     if not hasattr(embedding, "looks_ahead"):
         change_class(embedding, _looking_ahead)
-    return held(_behind, rows)
+    return setting(_behind, rows)
 
 
 @cache

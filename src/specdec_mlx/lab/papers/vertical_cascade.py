@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.arguments import shown
+from specdec_mlx.arguments import short_repr
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Agreement,
@@ -77,7 +77,10 @@ class GuessedDrafter(ModelDrafter):
 
 def guesser_for(drafter: GuessedDrafter) -> Any:
     """The drafter of a draft model; ValueError for one that cannot guess for it."""
-    guesser, what = as_drafter(drafter.drafter), f"GuessedDrafter: drafter={shown(drafter.drafter)}"
+    guesser, what = (
+        as_drafter(drafter.drafter),
+        f"GuessedDrafter: drafter={short_repr(drafter.drafter)}",
+    )
     if guesser is None:
         raise ValueError(f"{what} guesses nothing. Use ModelDrafter.")
     if drafter.branches > 1 or drafter.on_every_rank:

@@ -308,9 +308,9 @@ class RuleConformance(Conformance):
         are_integers = all(mx.issubdtype(kind, mx.integer) for kind in kinds)
         self.require(are_integers, f"{question}: it answers in {kinds}, not in integers.")
         n, after = outcome.num_accepted, outcome.tokens[-1]
-        what = f"{question}: it kept tokens {list(outcome.kept)}; expected the first ones."
+        what = f"{question}: it kept tokens {list(outcome.accepted)}; expected the first ones."
         next_step = "Count the tokens from the first one on; nodes are for trees"
-        self.require([*outcome.kept] == [*range(n)], what, next_step)
+        self.require([*outcome.accepted] == [*range(n)], what, next_step)
         rows, every = question.rows(), mx.ones(question.logprobs.shape)
         probs = rows.probs if rows.has_distribution else every
         possible = np.flatnonzero(np.array(probs[n]))

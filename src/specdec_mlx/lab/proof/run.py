@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.arguments import whole
+from specdec_mlx.arguments import check_int
 from specdec_mlx.contracts import AcceptanceRule, all_drafters, models_of
 from specdec_mlx.draft_length.value import make_draft_length
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
@@ -98,10 +98,10 @@ def check(
             "Give a specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
         )
     if not isinstance(num_draft_tokens, str):
-        whole("num_draft_tokens", num_draft_tokens, 1)
+        check_int("num_draft_tokens", num_draft_tokens, 1)
     make_draft_length(num_draft_tokens)
     if texts is not None:
-        whole("texts", texts, 1)
+        check_int("texts", texts, 1)
     if not sampling.greedy:
         scipy()
     subject = Subject(

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.files import replacing
-from specdec_mlx.models.anatomy import Taps
+from specdec_mlx.models.anatomy import StateReader
 
 
 def save_arrays(
@@ -133,7 +133,7 @@ def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Ba
 
 def read(target: nn.Module, layers: Sequence[int], window: np.ndarray) -> dict[str, mx.array]:
     """Features by name of a pass over one window [window]; raises UnreadableError."""
-    taps = Taps(target, Features(tuple(layers), head_input=True))
+    taps = StateReader(target, Features(tuple(layers), head_input=True))
     tokens = mx.array(window)[None]
     logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
     shown: Any = taps.features

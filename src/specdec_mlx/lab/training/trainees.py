@@ -27,7 +27,7 @@ from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.papers.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.lab.papers.parallel_sampling import LOOK_AHEAD, LookAhead, looking_ahead
 from specdec_mlx.lab.training.features import Batch, save_arrays, save_json
-from specdec_mlx.models.anatomy import Anatomy, Taps
+from specdec_mlx.models.anatomy import Anatomy, StateReader
 from specdec_mlx.models.loading import explained
 from specdec_mlx.trees.passes import TreeLayout, takes_trees, tree_pass
 
@@ -202,7 +202,7 @@ def look_ahead(recipe: Recipe) -> Trainee:
     head, wanted = LookAhead(target, count), Features(head_input=True)
 
     def states_behind(tokens: mx.array) -> mx.array:
-        size, taps = tokens.shape[0], Taps(target, wanted)
+        size, taps = tokens.shape[0], StateReader(target, wanted)
         ids = mx.concatenate([tokens, mx.repeat(tokens, count)])
         given = ids, make_prompt_cache(target), branches_behind(size, count)
         with looking_ahead(target, mx.tile(head.rows, (size, 1))):

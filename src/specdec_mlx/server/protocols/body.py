@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from specdec_mlx.arguments import parse_draft_length, shown, split_spec
+from specdec_mlx.arguments import parse_draft_length, short_repr, split_spec
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import TEMPS, is_temp
@@ -111,7 +111,7 @@ def checked(value: Any, kind: type[S]) -> S:
         value = value[int(step) if isinstance(value, list) else step]
     expected = words.replace("Expected", "expected").partition(", got ")[0]
     if name:
-        expected = f"{name}: {expected.replace(' | null', '')}, got {shown(value)}"
+        expected = f"{name}: {expected.replace(' | null', '')}, got {short_repr(value)}"
     raise RequestError(expected, param=name or None)
 
 
@@ -316,7 +316,7 @@ def _draft_length(given: Any) -> int | str | None:
     except ValueError:
         raise RequestError(
             f"num_draft_tokens: expected an int >= 0 (at most {LONGEST_DRAFT} count) or auto, got "
-            f"{shown(given)}"
+            f"{short_repr(given)}"
         ) from None
     return length if isinstance(length, str) else min(length, LONGEST_DRAFT)
 

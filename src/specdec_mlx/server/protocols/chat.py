@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from specdec_mlx.arguments import shown
+from specdec_mlx.arguments import short_repr
 from specdec_mlx.server.protocols.body import (
     MOST_LOGPROBS,
     NUM_SEEDS,
@@ -110,7 +110,9 @@ def read(body: Object) -> Asked:
     for tool, given in zip(fields.tools, body.get("tools") or (), strict=True):
         if tool.type in (None, "function"):
             if tool.function is None or tool.function.name is None:
-                raise RequestError(f"tools: expected a function with a name, got {shown(given)}")
+                raise RequestError(
+                    f"tools: expected a function with a name, got {short_repr(given)}"
+                )
             request.tools.append(given)
     choose_tool(request, fields.tool_choice)
     if request.tool_choice == REQUIRED and not request.tools:

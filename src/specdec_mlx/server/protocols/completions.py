@@ -9,7 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from specdec_mlx.arguments import shown
+from specdec_mlx.arguments import short_repr
 from specdec_mlx.server.protocols.body import Count, fields_of
 from specdec_mlx.server.protocols.chat import ChoicesBody, ChunkStream, reply
 from specdec_mlx.server.protocols.replies import LEAST_LOGPROB, logprob, openai_error
@@ -47,7 +47,7 @@ class CompletionBody(ChoicesBody, kw_only=True):
             return list(prompts)
         raise RequestError(
             f"prompt: expected a text, token ids, or a list of 1 to {MOST_PROMPTS} of either, got "
-            f"{shown(prompts)}"
+            f"{short_repr(prompts)}"
         )
 
     def __post_init__(self) -> None:

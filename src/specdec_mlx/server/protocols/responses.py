@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from msgspec import Struct
 
-from specdec_mlx.arguments import shown
+from specdec_mlx.arguments import short_repr
 from specdec_mlx.server.protocols.body import (
     Body,
     Config,
@@ -187,7 +187,7 @@ def _tools(tools: Sequence[Tool], offered: dict[str, Object], **space: str) -> I
         elif tool.type not in CALLS or tool.name in offered:
             leave_out("tool", tool.type)
         elif tool.name is None:
-            raise RequestError(f"tools: expected a name, got {shown(tool)}")
+            raise RequestError(f"tools: expected a name, got {short_repr(tool)}")
         else:
             offered[tool.name] = {"type": CALLS[tool.type], **space}
             schema = FREE if tool.type == "custom" else tool.parameters
