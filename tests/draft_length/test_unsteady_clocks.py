@@ -12,7 +12,7 @@ import specdec_mlx as sd
 from benchmarks.recorded_drafts import RecordedDrafter, record_drafts
 from made_up_clocks import PACES, Machine, memory_taken, written
 from selection import in_one_test
-from specdec_mlx.draft_length.costs import CURVES, Curve
+from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.lab.pair import held_out_openings, load_pair
 from specdec_mlx.lab.prompts import RecordedText
@@ -110,14 +110,13 @@ class LookUp(sd.Drafter):
     """Free drafts, wrong at a share of the places."""
 
     def __init__(self, texts: list[RecordedText], wrong: float) -> None:
-        coins = random.Random(0)
-        self.scripts = {
-            tuple(text.prompt): [
-                coins.randrange(9_999) if coins.random() < wrong else token
+        self.scripts = {}
+        for seed, text in enumerate(texts):
+            coins = random.Random(seed)
+            self.scripts[tuple(text.prompt)] = [
+                token if coins.random() > wrong else coins.randrange(9_999)
                 for token in text.generated
             ]
-            for text in texts
-        }
 
     def begin(self, prompt: list[int], context: sd.DraftContext) -> scripted.ScriptedSession:
         script = self.scripts[tuple(prompt)]
@@ -131,8 +130,8 @@ def test_a_look_up_and_a_draft_model_each_have_the_costs_of_their_own_rows() -> 
     """On a model with experts, both come within 0.97 of the best fixed length for their own curve,
     though they take turns from text to text and share what was learned.
     """
-    texts, model = lab(14)
-    drafters = (LookUp(texts, 0.3), model)
+    texts, model = lab()
+    drafters = (LookUp(texts, 0.2), model)
 
     def seconds(length: int | str, tuning: Tuning | None = None) -> list[float]:
         totals = [0.0, 0.0]
@@ -143,7 +142,7 @@ def test_a_look_up_and_a_draft_model_each_have_the_costs_of_their_own_rows() -> 
                 totals[i] += machine.seconds
         return totals
 
-    best = [min(times) for times in zip(*map(seconds, (2, 3, 4, 5, 9)), strict=True)]
-    auto = seconds("auto", Tuning(CURVES["m5-max-30b-a3b"], has_experts=True))
+    best = [min(times) for times in zip(*map(seconds, (3, 4, 5, 9)), strict=True)]
+    auto = seconds("auto", Tuning(has_experts=True))
     for fastest, found in zip(best, auto, strict=True):
         assert fastest >= 0.97 * found

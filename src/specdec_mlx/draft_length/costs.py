@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ class CostModel:
     first_rows: int = FIRST_ROWS
     depth: int = 0
     has_experts: bool = False
-    related: list[CostModel] = field(default_factory=list, repr=False)
+    related: list[CostModel] = field(default_factory=list, repr=False, compare=False)
     plain: deque[float] = field(default_factory=partial(deque[float], maxlen=NUM_PLAIN))
     ratios: Samples = field(default_factory=dict)
     copied: Samples = field(default_factory=dict)
@@ -139,6 +139,8 @@ class CostModel:
         few = self.prior(self.first_rows)
         self.most_rows = max(m for m in WIDTHS if self.prior(m) <= few)
         self.related.append(self)
+        for model in self.related:
+            self.most_rows = max(self.most_rows, 4 * max(model.ratios, default=0))
         self.refit()
 
     def add(self, rows: int, seconds: float, *, is_copied: bool = False) -> None:
@@ -151,7 +153,8 @@ class CostModel:
         elif self.plain:
             ratios = self.copied if is_copied and self.has_experts else self.ratios
             samples = ratios.setdefault(rows, new_samples())
-            self.measure(samples, seconds, rows, self(rows, is_copied=is_copied))
+            known = self.fitted[is_copied].get(rows) or self(rows, is_copied=is_copied)
+            self.measure(samples, seconds, rows, known)
         self.needs_plain = self._num_rounds >= self._due
 
     def _add_plain(self, seconds: float) -> None:
@@ -208,68 +211,68 @@ class CostModel:
             return fitted[rows]
         return float(np.interp(rows, list(fitted), list(fitted.values())))
 
+    def restore(self, *ratios: Mapping[int, Sequence[float]]) -> None:
+        """Take over the measured costs of new and of copied rows."""
+        self.ratios, self.copied = (
+            {rows: new_samples(costs) for rows, costs in one.items() if costs} for one in ratios
+        )
+        self.most_rows = max(self.most_rows, 4 * max(self.ratios, default=0))
+        self.refit()
+
     def refit(self) -> None:
-        """Fit the prior to all that was measured."""
-        measured = [self._quantiles(self.ratios), self._quantiles(self.copied)]
-        if measured == self._measured:
-            return
-        self._measured = measured
-        for model in self.related:
-            self.most_rows = max(self.most_rows, 4 * max(model.ratios, default=0))
-        scale = self._regress()
-        new = self._curve(0, scale)
-        self.fitted = new, self._curve(1, scale) if self.has_experts else new
+        """Fit the prior to all that was measured.
 
-    def _quantiles(self, ratios: Samples) -> Quantiles:
-        """Rows -> their cost and number of measurements.
-
-        Other programs use the machine too: a pass is slow by chance, but never quick. So this is
-        the lower quartile, and a single measurement proves little.
+        Other programs use the machine too: a pass is slow by chance, but never quick. So a width
+        costs the lower quartile of its measurements, and a single measurement proves little.
         """
-        found = {}
-        for rows, samples in ratios.items():
-            if num := len(samples):
-                believed = self._excess.setdefault(rows, self.prior(rows) - 1.0)
-                most = 1.0 + (SINGLE * believed if num == 1 else rows)
-                found[rows] = min(sorted(samples)[num // 4], most), num
-        return found
+        measured = []
+        for ratios in (self.ratios, self.copied) if self.has_experts else (self.ratios,):
+            found: Quantiles = {}
+            for rows, samples in ratios.items():
+                if rows not in self._excess:
+                    self._excess[rows] = self.prior(rows) - 1.0
+                if num := len(samples):
+                    most = 1.0 + (SINGLE * self._excess[rows] if num == 1 else rows)
+                    found[rows] = min(sorted(samples)[num // 4], most), num
+            measured.append(found)
+        if measured != self._measured:
+            self._measured = measured
+            scales = self._scales()
+            new = self._curve(0, scales)
+            self.fitted = new, self._curve(1, scales) if self.has_experts else new
 
-    def _regress(self) -> Callable[[CostModel, int], float]:
-        """The scale of the prior's excess, for a cost model and for new or copied rows.
+    def _scales(self) -> list[tuple[float, float]]:
+        """The scale of the prior's excess of new and of copied rows, for each related model.
 
-        Ridge regression: without measurements the scale is 1, the same for copied rows and at all
-        depths.
+        Ridge regression: without measurements the scale is 1 for all rows and at all depths.
         """
         few = max(self._excess[FIRST_ROWS], 1e-6)
         left, right = few * np.diag(RIDGE), few * np.array([RIDGE[0], 0.0, 0.0])
         for model in self.related:
             for is_copied, found in enumerate(model._measured):
                 features = np.array([1.0, is_copied, model.depth])
-                for rows, (ratio, num) in found.items():
-                    left += num * model._excess[rows] * np.outer(features, features)
-                    right += num * (ratio - 1.0) * features
+                expected = sum(num * model._excess[rows] for rows, (_, num) in found.items())
+                left += expected * np.outer(features, features)
+                right += sum(num * (ratio - 1.0) for ratio, num in found.values()) * features
         common, of_copied, of_depth = np.linalg.solve(left, right).tolist()
-        return lambda model, copied: max(0.0, common + of_copied * copied + of_depth * model.depth)
+        new = [common + of_depth * model.depth for model in self.related]
+        return [(max(0.0, scale), max(0.0, scale + of_copied)) for scale in new]
 
-    def _curve(
-        self, is_copied: int, scale_of: Callable[[CostModel, int], float]
-    ) -> dict[int, float]:
+    def _curve(self, is_copied: int, scales: list[tuple[float, float]]) -> dict[int, float]:
         """The isotonic fit for new or copied rows."""
-        scale = scale_of(self, is_copied)
+        scale = scales[self.related.index(self)][is_copied]
         points = {m: [(1.0 + scale * more, PRIOR_WEIGHT)] for m, more in self._excess.items()}
-        for model in self.related:
+        for model, other in zip(self.related, scales, strict=True):
             for kind, found in enumerate(model._measured):
                 is_own = model is self and kind == is_copied
-                other = scale_of(model, kind)
-                times = scale / other if other > 0 and not is_own else 1.0
+                times = scale / other[kind] if other[kind] > 0 and not is_own else 1.0
                 for rows, (ratio, num) in found.items():
-                    cost = 1.0 + times * (ratio - 1.0)
                     weight = num if is_own else RELATED_WEIGHT * num
-                    points.setdefault(rows, []).append((cost, weight))
+                    points.setdefault(rows, []).append((1.0 + times * (ratio - 1.0), weight))
         weighed = []
         for rows in sorted(points):
             weight = sum(weight for _, weight in points[rows])
-            weighed.append((sum(cost * w for cost, w in points[rows]) / weight, weight))
+            weighed.append((sum(cost * part for cost, part in points[rows]) / weight, weight))
         return dict(zip(sorted(points), isotonic(weighed), strict=True))
 
 

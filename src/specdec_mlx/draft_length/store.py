@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 
 from specdec_mlx.draft_length.chances import NUM_WEIGHTS, Chances
 from specdec_mlx.draft_length.costs import (
+    FIRST_ROWS,
     MILDEST,
     WIDTHS,
     CostModel,
@@ -27,7 +28,6 @@ from specdec_mlx.draft_length.costs import (
     Samples,
     Steps,
     has_experts,
-    new_samples,
     prior_for,
 )
 from specdec_mlx.files import cache_root, parse, read_text, replacing
@@ -132,24 +132,28 @@ class Tuning:
 
     def cost_model(self, context: int = 0, num_texts: int = 1) -> CostModel:
         """Costs at a context length, by the rows of each text."""
-        return self._cost_model(num_texts, (context // SHORT_CONTEXT).bit_length())
+        kind = num_texts, (context // SHORT_CONTEXT).bit_length()
+        return self.costs.get(kind) or self._cost_model(*kind)
 
     def _cost_model(self, num_texts: int, depth: int) -> CostModel:
-        if (num_texts, depth) not in self.costs:
-            several = num_texts > 1
-            related = [model for (num, _), model in self.costs.items() if (num > 1) == several]
-            family = related[0].related if related else []
-            options = {"has_experts": self.has_experts, "related": family}
-            if several:
-                cost = [
+        kind = num_texts, depth
+        if kind not in self.costs:
+            alike = {k: model for k, model in self.costs.items() if (k[0] > 1) == (num_texts > 1)}
+            if num_texts == 1:
+                related = next(iter(alike.values())).related if alike else []
+                self.costs[kind] = CostModel(
+                    self.prior, FIRST_ROWS, depth, self.has_experts, related
+                )
+            else:
+                costs = [
                     (m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)
                 ]
                 # the first passes over several texts are narrow: all of them pay for a wide one
-                new = CostModel(Curve(tuple(cost)), 2, num_texts.bit_length() - 2, **options)
-            else:
-                new = CostModel(self.prior, depth=depth, **options)
-            self.costs[num_texts, depth] = new
-        return self.costs[num_texts, depth]
+                self.costs[kind] = CostModel(Curve(tuple(costs)), 2, 0, self.has_experts)
+                if alike:
+                    nearest = min(alike, key=lambda k: (abs(k[0] - num_texts), abs(k[1] - depth)))
+                    self.costs[kind].restore(alike[nearest].ratios, alike[nearest].copied)
+        return self.costs[kind]
 
     def of(self, key: str, look_up: bool = False) -> Learned:
         """State of the drafter with a key; goes on learning."""
@@ -178,10 +182,8 @@ class Tuning:
             cls(has_experts=saved.copied is not None) if model is None else cls.for_model(model)
         )
         for depth in saved.costs:
-            cost_model = tuning._cost_model(1, depth)
-            cost_model.ratios = as_samples(saved.costs[depth])
-            cost_model.copied = as_samples((saved.copied or {}).get(depth, {}))
-            cost_model.refit()
+            copied = (saved.copied or {}).get(depth, {})
+            tuning._cost_model(1, depth).restore(saved.costs[depth], copied)
         for key, learned in saved.drafters.items():
             tuning.of(key).restore(learned)
         return tuning
@@ -190,11 +192,6 @@ class Tuning:
 def as_lists(samples: Samples) -> dict[int, list[float]]:
     """The samples as JSON has them."""
     return {rows: list(costs) for rows, costs in samples.items()}
-
-
-def as_samples(lists: dict[int, list[float]]) -> Samples:
-    """The samples as a cost model has them."""
-    return {rows: new_samples(costs) for rows, costs in lists.items() if costs}
 
 
 tuning_for = PerModel(Tuning.for_model)
