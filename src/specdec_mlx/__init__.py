@@ -67,7 +67,6 @@ __all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a public name."""
     if name in _ROOMS:
         return _import_from(name)
     if name in _PLACES:
@@ -81,10 +80,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _import_from(module: str) -> Any:
-    """A module of this package; MissingBackendError, with what to install, where MLX is missing."""
+    """A module of this package. MissingBackendError, with what to install, if MLX is missing."""
     try:
         return _import_module(f"specdec_mlx.{module}")
     except ImportError:
+        # Reached for any failed import. `require_mlx` raises only if MLX itself is missing.
         from specdec_mlx.cli.backends import require_mlx
 
         require_mlx()
@@ -92,5 +92,4 @@ def _import_from(module: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public API and nothing else."""
     return [*_PLACES, *_ROOMS, "__version__"]

@@ -52,19 +52,19 @@ _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options out of NAME:key=value,...; raises ValueError."""
+    """Name and options of NAME:key=value,... Raises ValueError."""
     return name_in(spec), parse_options(spec.partition(":")[2])
 
 
 def name_in(spec: str) -> str:
-    """The name in NAME:key=value,..."""
     return spec.partition(":")[0]
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Options out of `key=value,key=value`, never evaluated; raises ValueError.
+    """Options of `key=value,key=value`. Raises ValueError.
 
-    Values are numbers, true, false or none; else text, with or without quotes.
+    Values are numbers, true, false or none, or else text with or without quotes. Nothing is
+    evaluated.
     """
     options: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
@@ -86,7 +86,7 @@ def _value(text: str) -> int | float | bool | str | None:
 
 
 def short_repr(value: object) -> str:
-    """A value for an error: short, and on one line; of a model, or what holds one, its class."""
+    """A value for an error: short, on one line, and only the class of a model or of its owner."""
     name = getattr(value, "__name__", None)
     if isinstance(name, str):
         return name
@@ -95,26 +95,26 @@ def short_repr(value: object) -> str:
 
 
 def argument_error(name: str, value: object, expected: str) -> ValueError:
-    """The error that names an argument, its value, and what it takes."""
+    """The error for an argument: its name, its value and the expected values."""
     return ValueError(f"{name}={short_repr(value)}: expected {expected}.")
 
 
 def require(owner: object, holds: bool, name: str, expected: str) -> None:
-    """Raise ValueError, with the name of an object's attribute and its value, unless `holds`."""
+    """Raise ValueError with an attribute's name and value, unless the condition holds."""
     if not holds:
         got = f"{type(owner).__name__}({name}={short_repr(getattr(owner, name))})"
         raise ValueError(f"{got}: expected {expected}.")
 
 
 def require_cap(owner: Any) -> None:
-    """Raise ValueError unless an object's `num_draft` is a length, or None."""
+    """Raise ValueError unless an object's `num_draft` is a length or None."""
     some = "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
     holds = owner.num_draft is None or owner.num_draft >= 1
     require(owner, holds, "num_draft", some)
 
 
 def check_int(name: str, value: Any, least: int | None = None, or_else: str = "") -> int:
-    """An argument that is an int, NumPy's too; ValueError for others, and less than `least`."""
+    """An int of an argument, also of NumPy's type. Raises ValueError below `least`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -127,7 +127,7 @@ def check_int(name: str, value: Any, least: int | None = None, or_else: str = ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question with the most similar of the known names; "" where none is similar."""
+    """A question with the most similar known name. "" if no name is similar."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
     near = near or [one for one in known if len(one) > 3 and name.startswith(one)][:1]
@@ -135,13 +135,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unknown(what: str, name: str, known: Sequence[str], more: str = "") -> UnknownNameError:
-    """The error for a name that is none of those that are known; more: another next step."""
+    """The error for an unknown name. `more` is another next step."""
     near = did_you_mean(name, known)
     return UnknownNameError(f"Unknown {what} {name!r}. Known: {', '.join(known)}.{near}{more}")
 
 
 def is_place(text: str) -> bool:
-    """True if a text may be the folder or the Hugging Face repository of a model."""
+    """True for a text that may be the folder or Hugging Face repository of a model."""
     return "/" in text or Path(text).exists()
 
 
@@ -149,11 +149,11 @@ PLACES = " The folder or the repository (OWNER/NAME) of a model or a head drafts
 
 
 def check_names(
-    given: Iterable[str], called: Callable[..., Any], *takers: Callable[..., Any]
+    names: Iterable[str], called: Callable[..., Any], *takers: Callable[..., Any]
 ) -> None:
-    """Raise TypeError for an argument that neither what was called nor what it calls takes."""
+    """Raise TypeError for a name that is no parameter of the called function or its callees."""
     known = {name for one in (called, *takers) for name in inspect.signature(one).parameters}
-    for name in given:
+    for name in names:
         if name not in known:
             raise TypeError(
                 f"{called.__name__}() got an unexpected keyword argument {name!r}."
@@ -162,12 +162,10 @@ def check_names(
 
 
 def refusal(unknown: Sequence[str], known: Iterable[str] = ()) -> str:
-    """The error for unknown arguments, values included, with the flag that may be meant.
-
-    For another program's flag for speculation it names ours.
-    """
+    """The error for unknown arguments and their values, with the flag that is probably meant."""
     flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
     for flag in flags:
+        # Another program's flag for speculation: name ours.
         if FOREIGN.match(flag):
             return (
                 f"{flag} is not known here; speculation is set by --drafter NAME, --draft-model "
@@ -178,39 +176,38 @@ def refusal(unknown: Sequence[str], known: Iterable[str] = ()) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with errors of two lines and a `--help` of the flags that most people need."""
+    """argparse's parser with errors of two lines and a `--help` of the common flags."""
 
     rare: frozenset[str] = frozenset()
-    """Flags that `--help-all` alone explains."""
+    """Flags that only `--help-all` explains."""
 
     def add_help_all(self, rare: Iterable[str]) -> None:
-        """Leave these flags, given without dashes, to `--help-all`."""
+        """Explain these flags, written without dashes, only in `--help-all`."""
         self.rare = frozenset(f"--{name}" for name in rare)
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="explain all flags and exit")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The arguments as a namespace; ends the process for what is not known."""
+        """The arguments as a namespace. Unknown arguments end the process."""
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(refusal(unknown, self._option_string_actions))
         return namespace
 
     def check(self, make: Callable[[], T]) -> T:
-        """What `make` returns; its ValueError and OSError end the process as a wrong flag does."""
+        """The result of `make`. Its ValueError and OSError end the process as a wrong flag does."""
         try:
             return make()
         except (ValueError, OSError) as error:
             self.error(str(error))
 
     def print_help(self, file: Any = None) -> None:
-        """Print `format_help` without the rare flags."""
         for action in self._actions:
             if self.rare.intersection(action.option_strings):
                 action.help = argparse.SUPPRESS
         super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2: what is wrong, and where to read on."""
+        """End the process with status 2, the message, and where to read on."""
         more = "--help-all" if self.rare else "--help"
         self.exit(2, f"{self.prog}: {message}\nAll flags: {self.prog} {more}\n")
 
@@ -224,13 +221,13 @@ class Parser(argparse.ArgumentParser):
 class _HelpAll(argparse.Action):
     """Print the help on all flags, and end the process."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *others: Any) -> None:
         print(parser.format_help(), end="")
         parser.exit()
 
 
 def parse_draft_length(text: str) -> int | str:
-    """Read a draft length as typed on the command line. Raises ValueError for anything else."""
+    """Read a draft length from the command line. Raises ValueError."""
     if text == AUTO:
         return text
     if not text.isdecimal():
@@ -238,15 +235,15 @@ def parse_draft_length(text: str) -> int | str:
     return int(text)
 
 
-def registered_names(group: str, *own: str) -> list[str]:
-    """Our own names, and those that installed packages register, none of which is imported."""
-    return list(dict.fromkeys([*own, *sorted(entry_points(group=group).names)]))
+def registered_names(group: str, *ours: str) -> list[str]:
+    """Our names, and the names that installed packages register. Nothing is imported."""
+    return list(dict.fromkeys([*ours, *sorted(entry_points(group=group).names)]))
 
 
 def known(what: str, names: Sequence[str], more: str = "") -> Callable[[str], str]:
     """The `type` of a flag that takes NAME or NAME:key=value,... with one of these names.
 
-    more: `PLACES` for a flag that takes the place of a model as well, which the error then says.
+    more: `PLACES` for a flag that also takes the place of a model.
     """
 
     def parse(spec: str) -> None:
@@ -257,7 +254,7 @@ def known(what: str, names: Sequence[str], more: str = "") -> Callable[[str], st
 
 
 def number(kind: type[int | float], least: float, most: float = inf) -> Callable[[str], Any]:
-    """The `type` of a flag that takes a number within bounds, of this kind."""
+    """The `type` of a flag that takes a number within bounds."""
     bounds = f">= {least:g}" if most == inf else f"from {least:g} to {most:g}"
 
     def parse(text: str) -> int | float:
@@ -274,13 +271,13 @@ def number(kind: type[int | float], least: float, most: float = inf) -> Callable
 
 
 def add_lighter_arguments(parser: Any) -> None:
-    """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
+    """Add the flags that make a draft model lighter."""
     text = "Draft with its first layers only."
     parser.add_argument("--draft-layers", type=number(int, 1), metavar="N", help=text)
 
 
 def existing_file(text: str) -> Path:
-    """The path of a file that is there; raises ValueError that says where it was looked for."""
+    """The path of a file. Raises ValueError with the place where it was expected."""
     path = Path(text).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {path.absolute()}.")
@@ -288,14 +285,14 @@ def existing_file(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """The path of a file to write, found out at once if it cannot be; raises OSError."""
+    """The path of a file to write. Raises OSError now if that is impossible."""
     path = Path(text)
     path.touch()
     return path
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` as the `type` of a flag, with the words of its ValueError for the user."""
+    """`parse` as the `type` of a flag. argparse shows the message of its ValueError."""
 
     @functools.wraps(parse)
     def parsed(text: str) -> T:
@@ -308,25 +305,25 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Like `argument`, but the flag keeps the text as it was typed."""
+    """Like `argument`, but the flag's value is the text as it was typed."""
 
     @functools.wraps(parse)
-    def kept(text: str) -> str:
+    def check(text: str) -> str:
         argument(parse)(text)
         return text
 
-    return kept
+    return check
 
 
 def installed(group: str, what: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
-    """The entry points of a group by name: our own first, then those of packages by their name.
+    """The entry points of a group by name, ours first and then by the names of their packages.
 
-    A UserWarning names packages that want a name that another has, or one of `taken`, ours.
+    Warns of packages whose name for an entry is in use or in `taken`, the library's own names.
     """
     owners = dict.fromkeys(taken, OWN_PACKAGE)
     known: dict[str, EntryPoint] = {}
-    found = [(package_of(entry), entry) for entry in entry_points(group=group)]
-    for package, entry in sorted(found, key=lambda one: (one[0] != OWN_PACKAGE, one[0])):
+    entries = [(package_of(entry), entry) for entry in entry_points(group=group)]
+    for package, entry in sorted(entries, key=lambda one: (one[0] != OWN_PACKAGE, one[0])):
         owner = owners.setdefault(entry.name, package)
         if owner == package:
             known.setdefault(entry.name, entry)
@@ -340,12 +337,11 @@ def installed(group: str, what: str, taken: Iterable[str] = ()) -> dict[str, Ent
 
 
 def package_of(entry: EntryPoint) -> str:
-    """Name of the distribution that an entry point came with."""
     return entry.dist.name if entry.dist is not None else entry.module
 
 
 def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
-    """The class, or function, of an entry point; MissingPackageError if it cannot be imported."""
+    """The class or function of an entry point. Raises MissingPackageError."""
     try:
         kind: Callable[..., Any] = entry.load()
     except (ImportError, AttributeError) as error:
@@ -356,37 +352,38 @@ def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
 
 
 def make_with(what: str, name: str, kind: Callable[..., T], options: dict[str, Any]) -> T:
-    """`kind(**options)`, of options that were typed; `what` and `name` are for the error.
+    """`kind(**options)` with options that a user typed. `what` and `name` are for the error.
 
-    Raises ValueError for an option that it does not take, or of another type than annotated.
+    Raises ValueError for an unknown option, and for a value of another type than the annotation.
     """
     hints = _annotations(kind)
     try:
         return kind(**{key: _fitted(key, value, hints.get(key)) for key, value in options.items()})
     except TypeError as error:
         near = "".join(did_you_mean(option, hints) for option in options if option not in hints)
-        said = f"{error}.{near}" if hints else f"{name} takes no options ({error})."
-        raise ValueError(f"{what.capitalize()} {name!r}: {said} {help_on(kind)}") from error
+        problem = f"{error}.{near}" if hints else f"{name} takes no options ({error})."
+        raise ValueError(f"{what.capitalize()} {name!r}: {problem} {help_on(kind)}") from error
 
 
 def help_on(kind: Callable[..., Any]) -> str:
-    """Where the options of a class or function are explained."""
+    """A pointer to the options of a class or function."""
     made_by = kind.func if isinstance(kind, functools.partial) else kind
     return f"See help({getattr(made_by, '__name__', made_by)})."
 
 
 def _annotations(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Annotations of arguments, as far as they can be read."""
+    """Annotations of arguments, as far as they can be evaluated."""
     try:
         parameters = inspect.signature(kind, eval_str=True).parameters.values()
-    except Exception:  # names that are there for type checkers only
+    except Exception:  # annotations may name what only type checkers import
         return {}
     return {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def _fitted(option: str, value: Any, hint: Any) -> Any:
-    """A number or text as the annotated type, an int for a float too; else a TypeError."""
+    """The value if it has the annotated type, with an int as a float. Raises TypeError."""
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
+    # Other annotations, such as a Path or a class, are left to the function itself.
     if not kinds <= {int, float, bool, str, NoneType} or type(value) in kinds:
         return value
     if type(value) is int and float in kinds:

@@ -21,15 +21,20 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, R
 from specdec_mlx.caches import leaves, saved_buffer
 from specdec_mlx.token_ids import to_ids
 
-EMPTY = -1  # position of a slot that holds nothing of its row's text
+EMPTY = -1  # position of a slot without a token of its row: padding, or a rejected token
 
 
-MOST_EMPTY = 64  # slots beyond those of the fullest row from which on the empty ones are dropped
+MOST_EMPTY = 64  # slots beyond the fullest row's that may stay empty
 
 
 @dataclass
 class Slots:
-    """Position of its row's text in each slot [rows, slots]; one for caches of a window."""
+    """The positions [rows, slots] that the slots hold. Caches with one window share this object.
+
+    Attributes:
+        window: tokens after which the caches forget, or None.
+        positions: index in its row's text of each slot's token, or `EMPTY`.
+    """
 
     window: int | None
     positions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
@@ -37,7 +42,7 @@ class Slots:
     _masks: dict[int | None, mx.array] = field(default_factory=dict)
 
     def add_row(self, num_positions: int, num_rows: int) -> None:
-        """Add a row that holds so many positions, after so many others; all end at the right."""
+        """Add a row of `num_positions` tokens after `num_rows` others, aligned at the right."""
         first = 0 if self.window is None else max(0, num_positions - self.window)
         rows = [*self.positions[:num_rows], np.arange(first, num_positions, dtype=np.int32)]
         width = max(map(len, rows))
@@ -46,14 +51,15 @@ class Slots:
         )
 
     def append(self, new: np.ndarray) -> None:
-        """Add the slots of a pass, [rows, S]; padding, on the right, is `EMPTY`."""
+        """Add the slots [rows, S] of a pass. Padding, on the right, is `EMPTY`."""
         self.positions = np.concatenate([self.positions, new], axis=1)
-        # padding sees what is before it
+        # A query without any key gives NaN, so that padding sees the tokens before it.
         self._queries = np.maximum.accumulate(new, axis=1)
         self._masks.clear()
 
     def mask(self, num_queries: int, window: int | None) -> mx.array:
-        """Slots that each query sees, [rows, 1, S, slots]; ValueError for a model's own mask."""
+        """Slots that each query sees, [rows, 1, S, slots]."""
+        # A model that asks for another number of queries makes its own layout of the pass.
         if num_queries != self._queries.shape[1]:
             raise ValueError(f"a mask for {num_queries} of {self._queries.shape[1]} tokens")
         window = window or self.window
@@ -65,54 +71,57 @@ class Slots:
             self._masks[window] = mx.array(seen[:, None])
         return self._masks[window]
 
-    def compact(self, ends: Sequence[int]) -> tuple[int, mx.array | None]:
-        """Empty the slots from each row's end on, and those that its next position cannot see.
+    def compact(self, lengths: Sequence[int]) -> tuple[int, mx.array | None]:
+        """Empty the slots from each row's end on, and the slots outside its next window.
 
-        Returns how many were dropped at the back, where all rows are empty, and the indices [rows,
-        n] to keep of the others, None for all.
+        Returns the number of slots dropped at the back, where all rows are empty, and the indices
+        [rows, n] of the other slots to keep. None keeps all of them.
+
+        lengths: [rows] number of positions that stay of each row.
         """
-        next_ones = np.array(ends, np.int32)[:, None]
-        self.positions[self.positions >= next_ones] = EMPTY
+        limits = np.array(lengths, np.int32)[:, None]
+        self.positions[self.positions >= limits] = EMPTY
         used = np.flatnonzero((self.positions != EMPTY).any(axis=0))
         num_slots = int(used[-1]) + 1 if len(used) else 0
         dropped = int(self.positions.shape[1]) - num_slots
         self.positions = self.positions[:, :num_slots]
         if self.window is not None:
-            self.positions[self.positions < next_ones - self.window] = EMPTY
+            self.positions[self.positions < limits - self.window] = EMPTY
         most = int((self.positions != EMPTY).sum(axis=1).max(initial=0))
         if num_slots - most <= max(MOST_EMPTY, most // 4):
             return dropped, None
+        # EMPTY is the smallest value, so that a stable sort puts empty slots first and the last
+        # `most` slots hold all tokens in order.
         order = np.argsort(self.positions, axis=1, kind="stable")[:, -max(1, most) :]
         self.positions = np.take_along_axis(self.positions, order, axis=1)
         return dropped, mx.array(order.astype(np.int32))
 
 
 class SlotCache(BatchKVCache):  # type: ignore[misc]
-    """mlx-lm's batch of key-value caches, whose rows see their own slots; see the module."""
+    """mlx-lm's batch of key-value caches with the masks of `Slots`."""
 
     def __init__(self, slots: Slots) -> None:
         super().__init__([])
         self.slots = slots
 
     def make_mask(self, N: int, window_size: int | None = None, **options: Any) -> mx.array:
-        """Slots that each query of the latest pass sees; see mlx-lm's."""
+        """Mask of the latest pass, in place of mlx-lm's."""
         return self.slots.mask(N, window_size)
 
     def add_row(self, cache: Any, num_rows: int) -> None:
-        """Add a row after so many others: the keys and values of one text, in their order."""
+        """Add the keys and values of one text after `num_rows` other rows."""
         if num_rows == 0:
             self.keys, self.values, self._idx = None, None, 0
-        # `extend` asks it how many rows there are
+        # `extend` reads the number of rows off it.
         self.offset = mx.zeros(num_rows, mx.int32)
         self.extend(type(cache).merge([cache]))
 
     def keep_rows(self, rows: mx.array) -> None:
-        """Keep these rows, in this order."""
         if self.keys is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
     def drop_slots(self, dropped: int, order: mx.array | None) -> None:
-        """Drop so many slots at the back, and keep those [rows, n] of the others, if not all."""
+        """Drop slots at the back, and keep the slots [rows, n] of the rest; see `compact`."""
         if self.keys is None:
             return
         self._idx -= dropped
@@ -123,7 +132,7 @@ class SlotCache(BatchKVCache):  # type: ignore[misc]
             self._idx = order.shape[1]
 
     def copy_row(self, row: int, like: Any, num_positions: int) -> None:
-        """Give a new cache, of one text, the contents of a row."""
+        """Copy a row's tokens, in order, into the new cache `like` of a single text."""
         if self.keys is None:
             return
         positions = self.slots.positions[row]
@@ -138,17 +147,22 @@ class SlotCache(BatchKVCache):  # type: ignore[misc]
 
 @dataclass
 class BatchCaches:
-    """The caches of a model for several texts at once, a row each with `ends` positions."""
+    """The caches of a model for several texts at once, one row for each text.
+
+    Attributes:
+        caches: the model's caches.
+        lengths: number of positions in each row.
+    """
 
     caches: list[Any]
-    ends: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     _slots: dict[int | None, Slots] = field(default_factory=dict)
     _before: list[tuple[ArraysCache, Any]] = field(default_factory=list)
     _began: list[int] = field(default_factory=list)
 
     @classmethod
     def like(cls, caches: Sequence[Any]) -> BatchCaches | None:
-        """No row yet, for a model with caches like these; None where rows cannot be held."""
+        """Caches without rows for a model with caches like these. None if they cannot hold rows."""
         rows = cls([])
         rows.caches = [rows._make(cache) for cache in caches]
         return None if None in rows.caches else rows
@@ -167,40 +181,39 @@ class BatchCaches:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows, room included."""
         return sum(int(cache.nbytes) for cache in self.caches)
 
     def add(self, caches: Sequence[Any], num_positions: int) -> None:
-        """Add a text after the others, with its caches; an exception changes nothing."""
+        """Add a text, with its caches, after the others. An exception changes nothing."""
         parts = (*self._slots.values(), *leaves(self.caches))
         before = [(part, {**vars(part)}) for part in parts]
         try:
             for slots in self._slots.values():
-                slots.add_row(num_positions, len(self.ends))
+                slots.add_row(num_positions, len(self.lengths))
             for mine, cache in zip(leaves(self.caches), leaves(caches), strict=True):
                 self._add(mine, cache)
         except BaseException:
-            for part, held in before:
+            for part, attributes in before:
                 vars(part).clear()
-                vars(part).update(held)
+                vars(part).update(attributes)
             raise
-        self.ends.append(num_positions)
+        self.lengths.append(num_positions)
 
     def _add(self, mine: Any, cache: Any) -> None:
         if isinstance(mine, SlotCache):
-            mine.add_row(cache, len(self.ends))
-        elif not self.ends:
+            mine.add_row(cache, len(self.lengths))
+        elif not self.lengths:
             merged = ArraysCache.merge([cache])
             mine.cache, mine.left_padding = merged.cache, merged.left_padding
         else:
             mine.extend(ArraysCache.merge([cache]))
-            # else its padding is all that says how many rows it has
+            # An empty cache reads its number of rows off its padding, which `finalize` would drop.
             if not mine.empty():
                 mine.finalize()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and drop the others."""
-        if list(rows) == list(range(len(self.ends))):
+        if list(rows) == list(range(len(self.lengths))):
             return
         ids = mx.array(list(rows), mx.int32)
         for slots in self._slots.values():
@@ -210,68 +223,76 @@ class BatchCaches:
                 cache.keep_rows(ids)
             else:
                 cache.filter(ids)
-        self.ends = [self.ends[row] for row in rows]
+        self.lengths = [self.lengths[row] for row in rows]
 
     def feed(self, model: nn.Module, texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
-        """Logits [rows, S, V], lazy, of the next tokens of each row, padded on the right."""
+        """Lazy logits [rows, S, V] of the next tokens of each row, padded on the right."""
         self._begin([len(text) for text in texts])
         logits: mx.array = model(_padded(texts), cache=self.caches)
-        # the lengths that recurrent layers were told hold no longer
+        # `prepare` gave recurrent layers the lengths of this pass only.
         for cache, _ in self._before:
             cache.finalize()
         return logits
 
     def _begin(self, widths: Sequence[int]) -> None:
-        """Make room for a pass that feeds so many tokens to each row."""
+        """Make room for a pass with these numbers of tokens."""
         width = max(widths)
         steps = np.arange(width, dtype=np.int32)[None]
-        new = np.array(self.ends, np.int32)[:, None] + steps
+        new = np.array(self.lengths, np.int32)[:, None] + steps
         new[steps >= np.array(widths)[:, None]] = EMPTY
         for slots in self._slots.values():
             slots.append(new)
-        self._began, self._before = self.ends, []
-        offset = mx.array(self.ends, mx.int32)
+        self._began, self._before = self.lengths, []
+        offset = mx.array(self.lengths, mx.int32)
         for cache in leaves(self.caches):
             if isinstance(cache, SlotCache):
                 cache.offset = offset
             else:
+                # Recurrent state cannot be shortened: save it for `go_back`.
                 self._before.append((cache, saved_buffer(cache.cache)))
                 if min(widths) < width:
                     cache.prepare(lengths=list(widths))
-        self.ends = [end + n for end, n in zip(self.ends, widths, strict=True)]
+        self.lengths = [end + n for end, n in zip(self.lengths, widths, strict=True)]
 
-    def go_back(self, ends: Sequence[int]) -> list[int]:
-        """Go back to these ends, or before the pass (recurrent); the ends reached."""
-        is_back = [wanted < end for wanted, end in zip(ends, self.ends, strict=True)]
+    def go_back(self, lengths: Sequence[int]) -> list[int]:
+        """Shorten rows to these lengths. Returns the lengths reached.
+
+        A row with recurrent state goes back to before the latest pass, and its kept tokens must be
+        fed again.
+        """
+        is_back = [wanted < end for wanted, end in zip(lengths, self.lengths, strict=True)]
         if any(is_back):
             for cache, before in self._before:
                 pairs = zip(before, cache.cache, strict=True)
                 cache.cache = [_chosen(is_back, old, new) for old, new in pairs]
-            reached = zip(self._began if self._before else ends, self.ends, is_back, strict=True)
-            self.ends = [to if back else end for to, end, back in reached]
+            reached = zip(
+                self._began if self._before else lengths, self.lengths, is_back, strict=True
+            )
+            self.lengths = [to if back else end for to, end, back in reached]
         for slots in self._slots.values():
-            dropped, order = slots.compact(self.ends)
+            dropped, order = slots.compact(self.lengths)
             for cache in leaves(self.caches):
                 if isinstance(cache, SlotCache) and cache.slots is slots:
                     cache.drop_slots(dropped, order)
-        return self.ends
+        return self.lengths
 
     def extract(self, row: int, like: Sequence[Any]) -> list[Any]:
-        """New caches of this model, with the contents of a row."""
+        """Fill new caches of this model with the contents of a row."""
         for mine, cache in zip(leaves(self.caches), leaves(like), strict=True):
             if isinstance(mine, SlotCache):
-                mine.copy_row(row, cache, self.ends[row])
+                mine.copy_row(row, cache, self.lengths[row])
             else:
                 cache.cache = mine.extract(row).cache
         return list(like)
 
 
 def _padded(texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
-    """Token ids [rows, S] padded with zeros; one array where the host knows them all."""
+    """Token ids [rows, S], padded with zeros."""
     width = max(map(len, texts))
     if any(isinstance(text, mx.array) for text in texts):
         rows = map(to_ids, texts)
         return mx.stack([mx.pad(row, (0, width - row.shape[0])) for row in rows])
+    # All ids are on the host: one array in place of an operation for each row.
     padded = np.zeros((len(texts), width), np.uint32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
@@ -279,7 +300,7 @@ def _padded(texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
 
 
 def _chosen(rows: Sequence[bool], old: mx.array | None, new: mx.array | None) -> mx.array | None:
-    """The old state in the rows that are marked, the new one in the others."""
+    """The old state in the marked rows, the new state in the others."""
     if new is None:
         return None
     before = mx.zeros_like(new) if old is None else old

@@ -27,9 +27,9 @@ from specdec_mlx.stop_strings import StopStrings
 
 @dataclass
 class SpeculativeBatchResponse(BatchResponse):  # type: ignore[misc]
-    """mlx-lm's batch response. speculation: the account of each text."""
+    """mlx-lm's batch response. `speculation` has the account of each text."""
 
-    # of each text, if asked for; mlx-lm 0.31 has neither
+    # of each text, on request; mlx-lm 0.31 has neither field
     token_ids: list[list[int]] | None = None
     logprobs: list[list[float]] | None = None
     speculation: list[SpeculationStats] = field(default_factory=list)
@@ -103,7 +103,7 @@ def batch_stream_generate(
         for ids in repeat(encode(tokenizer, prompt), num_samples)
     )
     seeded = (
-        replace(request, seed=own) for request, own in zip(requests, _seeds(seed), strict=False)
+        replace(request, seed=value) for request, value in zip(requests, _seeds(seed), strict=False)
     )
     name = drafter if isinstance(drafter, str) else ""
     with wired_limit(model, [how.stream]):
@@ -113,7 +113,7 @@ def batch_stream_generate(
 def _end_at(
     stop: str | Iterable[str], tokenizer: TokenizerWrapper
 ) -> Callable[[Token], bool] | None:
-    """A function that takes a text's tokens and is true once a stop string ends the text."""
+    """A function that is true for the token at which a stop string ends the text."""
     strings = StopStrings(stop)
     if not strings.strings:
         return None
@@ -122,7 +122,7 @@ def _end_at(
     def is_end(token: Token) -> bool:
         detokenizer.add_token(token.token)
         strings.add(detokenizer.last_segment)
-        return strings.found is not None
+        return strings.matched is not None
 
     return is_end
 
@@ -178,16 +178,17 @@ def batch_generate(
         return_prompt_caches=return_prompt_caches,
         **options,
     ):
-        # a row is as large as the vocabulary
+        # A row has the size of the vocabulary. Do not keep it with the response.
         row, response.logprobs = response.logprobs, None
         if return_logprobs:
             response.logprobs = row[response.token].item()
         texts.setdefault((response.index, response.sample), []).append(response)
     collected = [texts[place] for place in sorted(texts)]
     lasts = [text[-1] for text in collected]
-    ends, has_stop = set(tokenizer.eos_token_ids), bool(options.get("stop"))
-    said = [[item for item in text if item.token not in ends] for text in collected]
-    tokens = [[item.token for item in text] for text in said]
+    end_tokens, has_stop = set(tokenizer.eos_token_ids), bool(options.get("stop"))
+    contents = [[item for item in text if item.token not in end_tokens] for text in collected]
+    tokens = [[item.token for item in text] for text in contents]
+    # A stop string may end within a token, so that only the streamed segments are cut right.
     strings = [
         "".join(item.text for item in text) if has_stop else tokenizer.decode(ids)
         for text, ids in zip(collected, tokens, strict=True)
@@ -217,7 +218,9 @@ def batch_generate(
         stats,
         [last.prompt_cache for last in lasts] if return_prompt_caches else None,
         token_ids=tokens if return_token_ids else None,
-        logprobs=[[item.logprobs for item in text] for text in said] if return_logprobs else None,
+        logprobs=[[item.logprobs for item in text] for text in contents]
+        if return_logprobs
+        else None,
         speculation=[last.stats for last in lasts],
     )
     if verbose:
@@ -241,7 +244,7 @@ def _respond(
     num_samples: int,
     drafter: str,
 ) -> Generator[SpeculativeResponse, None, None]:
-    """Detokenize each text, and let the next request in where there is a place."""
+    """Detokenize each text, and insert the next request when a slot is free."""
     texts: dict[int, TextUnderWay] = {}
 
     def let_in() -> None:
@@ -257,6 +260,7 @@ def _respond(
     let_in()
     with closing(batch.run()) as tokens:
         for uid, token, reason, prompt_cache, _ in tokens:
+            # A stop string ended this text. `response` finds it too, and cuts the segment.
             is_cut = reason == "stop" and token.token not in batch.stop_tokens
             response = texts[uid].response(
                 token, None if is_cut else reason, token.stats.prefill_seconds
@@ -274,16 +278,16 @@ def _respond(
                 let_in()
 
 
-def _max_tokens(given: int | Sequence[int]) -> Iterable[int]:
-    """A number for each prompt; ValueError for what is no number of tokens."""
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        return [max_tokens_of(number, 1) for number in given]
-    return repeat(max_tokens_of(given, 1))
+def _max_tokens(limit: int | Sequence[int]) -> Iterable[int]:
+    """A limit for each prompt. Raises ValueError."""
+    if isinstance(limit, Iterable) and not isinstance(limit, str):
+        return [max_tokens_of(number, 1) for number in limit]
+    return repeat(max_tokens_of(limit, 1))
 
 
-def _seeds(given: int | Sequence[int | None] | None) -> Iterable[int | None]:
-    if given is None:
+def _seeds(seed: int | Sequence[int | None] | None) -> Iterable[int | None]:
+    if seed is None:
         return repeat(None)
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        return given
-    return count(check_int("seed", given))
+    if isinstance(seed, Iterable) and not isinstance(seed, str):
+        return seed
+    return count(check_int("seed", seed))

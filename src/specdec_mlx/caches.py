@@ -442,9 +442,8 @@ class Rollback:
             for layer, (cache, strategy) in enumerate(self.strategies()):
                 if not strategy.gathers:
                     raise CacheRollbackError(
-                        f"Cache {layer} ({type(cache).__name__}) cannot keep rows "
-                        f"{list(accepted)} of a draft and drop the rows between them. Draft chains "
-                        "with this kind of cache."
+                        f"Cache {layer} ({type(cache).__name__}) cannot keep rows {list(accepted)} "
+                        "of a draft and drop the rows between them. Draft chains with this cache."
                     )
                 strategy.gather(cache, self.position - position, accepted)
 

@@ -10,11 +10,11 @@ class DraftError(ValueError):
 
 
 class UnreadableError(ValueError):
-    """A drafter wants to read states that this target does not show."""
+    """A drafter wants states that this target does not expose."""
 
 
 class VerdictError(ValueError):
-    """A rule or sampler broke its contract: what was not drafted was kept, or no token follows."""
+    """A rule or sampler broke its contract: it kept tokens that were not drafted, or drew none."""
 
 
 class LogitsError(ArithmeticError):
@@ -22,11 +22,11 @@ class LogitsError(ArithmeticError):
 
 
 class CacheRollbackError(RuntimeError):
-    """A cache did not give back what was asked of it."""
+    """A cache did not give back the positions that were asked of it."""
 
 
 class RowsError(ValueError):
-    """A model's texts cannot be rows of one batch."""
+    """Texts of this model cannot be rows of one batch."""
 
 
 class TokenizerMismatchError(ValueError):
@@ -42,7 +42,7 @@ class ModelFolderError(ValueError):
 
 
 class DraftModelError(ValueError):
-    """A draft model cannot be made lighter in the way that was asked for."""
+    """A draft model cannot be made lighter in the requested way."""
 
 
 class HeadError(ValueError):
@@ -50,7 +50,7 @@ class HeadError(ValueError):
 
 
 class TrainingError(ValueError):
-    """A training cannot begin, or cannot go on, as it was asked for."""
+    """A training cannot begin or continue with these arguments."""
 
 
 class GrammarError(ValueError):
@@ -70,8 +70,8 @@ class MissingBackendError(ImportError):
 
 
 class MlxLmVersionError(RuntimeError):
-    """This mlx-lm is not one that can be extended."""
+    """This version of mlx-lm cannot be extended."""
 
 
 class RankError(RuntimeError):
-    """Ranks of one generation do not do the same, or another one failed."""
+    """Ranks of one generation were called differently, or another rank failed."""

@@ -18,9 +18,9 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def cache_root() -> Path:
-    """Folder of the files that this package makes; it may not exist yet."""
-    if own := os.environ.get("SPECDEC_MLX_CACHE"):
-        return Path(own).expanduser().absolute()
+    """Folder of the files that this package makes. It may not exist yet."""
+    if folder := os.environ.get("SPECDEC_MLX_CACHE"):
+        return Path(folder).expanduser().absolute()
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if xdg.is_absolute():  # the XDG specification ignores relative paths
         return xdg / "specdec-mlx"
@@ -29,7 +29,7 @@ def cache_root() -> Path:
 
 
 def read_text(path: Path | str) -> str:
-    r"""Text of a UTF-8 file without a byte-order mark; each of its lines ends with "\n".
+    r"""Text of a UTF-8 file without a byte-order mark. Its lines end with "\n".
 
     Raises OSError, and ValueError for another encoding.
     """
@@ -40,19 +40,17 @@ def read_text(path: Path | str) -> str:
 
 
 def text_lines(path: Path | str) -> Iterator[tuple[int, str]]:
-    """Number and text of each line of a file that is not blank; raises as `read_text`.
-
-    `str.splitlines` would also split at characters that texts may contain, such as U+2028.
-    """
+    """Number and text of each line of a file that is not blank. Raises as `read_text`."""
+    # `str.splitlines` would also split at characters that texts may contain, such as U+2028.
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             yield number, line
 
 
 def json_lines(path: Path | str) -> Iterator[tuple[int, Any]]:
-    """Number and value of each line of a file of JSON lines; raises as `read_text`.
+    """Number and value of each line of a file of JSON lines.
 
-    Raises ValueError with the number of a line that is not JSON.
+    Raises as `read_text`, and ValueError with the number of a line that is not JSON.
     """
     for number, line in text_lines(path):
         try:
@@ -66,8 +64,8 @@ def json_lines(path: Path | str) -> Iterator[tuple[int, Any]]:
 def parse(content: str | bytes, kind: type[Kind]) -> Kind:
     """JSON as a value of a type, such as a `msgspec.Struct`.
 
-    Raises ValueError for text that is not JSON, and for a wrong or unknown field: the error names
-    the field, its value, and what is expected.
+    Raises ValueError for text that is not JSON, and for a wrong or unknown field. The error has the
+    field's name, its value and the expected values.
     """
     try:
         document = json.loads(content)
@@ -79,7 +77,7 @@ def parse(content: str | bytes, kind: type[Kind]) -> Kind:
 
 
 def _explanation(document: Any, kind: Any, problem: str, place: str = "") -> str:
-    """The field and its value at msgspec's place, such as `$.costs[...][0]`, and the problem."""
+    """msgspec's problem, with the field and the value at its place, such as `$.costs[...][0]`."""
     value, field = document, ""
     if unknown := re.search("unknown field `(.*)`", problem):
         place = f"{place.strip('`')}.{unknown[1]}"
@@ -87,7 +85,8 @@ def _explanation(document: Any, kind: Any, problem: str, place: str = "") -> str
         key: Any = name or index
         if index.isdigit():
             key = int(index)
-        elif index:  # some value of a dict: the one with which alone the dict is wrong as well
+        elif index:
+            # msgspec does not name the key. Keep one item at a time to find the wrong value.
             items = value.copy()
             for key, item in items.items():
                 value.clear()
@@ -103,9 +102,9 @@ def _explanation(document: Any, kind: Any, problem: str, place: str = "") -> str
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Path of a file to write, which takes the place of `path` at the end, whole or not at all.
+    """Path of a file to write. It replaces `path` at the end if the block succeeds.
 
-    Makes the folder. The file that is written keeps the suffix of `path`.
+    The folder is made, and the file has the suffix of `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".part-{os.getpid()}-{path.name}")

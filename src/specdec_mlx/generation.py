@@ -129,7 +129,7 @@ class TextUnderWay:
         if self.strings is not None:
             # Characters that may begin a stop string are held back until later tokens decide.
             segment = self.strings.add(segment)
-            if self.strings.found is not None:
+            if self.strings.matched is not None:
                 finish_reason = "stop"
             elif finish_reason is not None:
                 segment += self.strings.finish()

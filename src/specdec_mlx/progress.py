@@ -7,7 +7,7 @@ from typing import Any
 
 
 def progress_bar(*args: Any, disable: bool = False, **options: Any) -> Any:
-    """A bar of `tqdm.auto` with these arguments; it is silent where stderr is a file or a pipe."""
+    """A bar of `tqdm.auto`. It is silent where stderr is a file or a pipe."""
     from tqdm.asyncio import tqdm_asyncio  # tqdm.auto's where there is no notebook
     from tqdm.auto import tqdm
 

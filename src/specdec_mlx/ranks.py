@@ -1,9 +1,9 @@
 """One generation on several ranks of `mx.distributed`: all of them launch the same passes.
 
-What a clock, a file, a memory or a seed decides may differ, so rank 0 alone drafts, and once a
-round one small collective carries its draft and every rank's state. A rank that fails or leaves
-says so at the next meeting, and all end there. Rank 0's caller counts: the others get the tokens
-that it has taken.
+Decisions of a clock, a file, a memory or a seed may differ between ranks. So only rank 0 drafts,
+and one small collective in each round carries its draft and the state of every rank. A rank that
+fails or leaves announces this at the next meeting, where all ranks end. Rank 0's caller decides how
+far the text goes: the other ranks yield the tokens that it has taken.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_TOKENS = 64  # longest draft of a generation on several ranks; its message 
 
 
 class State(IntEnum):
-    """State of a rank when the ranks meet."""
+    """State of a rank at a meeting."""
 
     GOES_ON = 0
     LEAVES = 1
@@ -50,11 +50,16 @@ class State(IntEnum):
 
 
 class RankMessage(NamedTuple):
-    """One rank's message when the ranks meet.
+    """One rank's message at a meeting.
 
-    end: prompt + tokens that its caller has. checksum: of its text. is_drawn, tokens, parents: of
-    rank 0's draft. part: which of the parts that draft on every rank has drawn it, from 1; 0 where
-    its distribution is sent.
+    Attributes:
+        state: a `State`.
+        end: length of the prompt and the tokens that this rank's caller has.
+        checksum: of the rank's text.
+        is_drawn: rank 0's draft was drawn at random.
+        part: number, from 1, of the part that draws on every rank and has drawn this draft. 0 if
+            the distribution is sent instead.
+        tokens, parents: of rank 0's draft.
     """
 
     state: int
@@ -66,7 +71,8 @@ class RankMessage(NamedTuple):
     parents: Sequence[int] | None = None
 
     def numbers(self) -> list[int]:
-        """All of it, as many numbers each time."""
+        """The message as a list of fixed length."""
+        # A collective needs the same shape on all ranks, so that the lists are padded.
         *head, tokens, _ = self
         parents = [parent + 1 for parent in self.parents or ()]
         lists = [[*part, *[0] * (MOST_TOKENS - len(part))] for part in (tokens, parents)]
@@ -74,7 +80,7 @@ class RankMessage(NamedTuple):
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> RankMessage:
-        """Read what `numbers` gave."""
+        """The message in a list that `numbers` made."""
         state, end, checksum, is_drawn, part, num_tokens, num_parents, *both = numbers
         parents = [parent - 1 for parent in both[MOST_TOKENS:][:num_parents]]
         return cls(state, end, checksum, is_drawn, part, both[:num_tokens], parents or None)
@@ -85,27 +91,26 @@ WORD = 32  # bits of a number that is sent
 
 @dataclass
 class Ranks:
-    """The ranks that one generation runs on; all is sent on `stream`, in one order."""
+    """The ranks of one generation. All collectives run on `stream`, and so in one order."""
 
     group: mx.distributed.Group
     stream: Any
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0."""
         return self.group.rank() == 0
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Numbers [n] below 2^32 of every rank, in the order of ranks; n is the same on all."""
+        """Numbers [n] below 2^32 of every rank, in the order of ranks. n is equal on all ranks."""
         with mx.stream(self.stream):
-            own = mx.array(list(numbers), mx.uint32)[None]
-            gathered: list[list[int]] = mx.distributed.all_gather(own, group=self.group).tolist()  # type: ignore[assignment]
+            sent = mx.array(list(numbers), mx.uint32)[None]
+            gathered: list[list[int]] = mx.distributed.all_gather(sent, group=self.group).tolist()  # type: ignore[assignment]
         return gathered
 
-    def from_first(self, own: mx.array | None, shape: Sequence[int]) -> mx.array:
-        """Rank 0's numbers on every rank, where others have None; under way at once."""
+    def from_first(self, numbers: mx.array | None, shape: Sequence[int]) -> mx.array:
+        """Rank 0's numbers on every rank, lazily. The other ranks pass None."""
         with mx.stream(self.stream):
-            sent = mx.zeros(shape) if own is None else own.astype(mx.float32)
+            sent = mx.zeros(shape) if numbers is None else numbers.astype(mx.float32)
             received = mx.distributed.all_sum(sent, group=self.group)
             mx.async_eval(received)
         return received
@@ -118,7 +123,7 @@ class Ranks:
 
 
 def check_drafts_alone(drafter: Drafter | None) -> None:
-    """Raise DraftError for a drafter that one rank cannot ask while the others wait."""
+    """Raise DraftError for a drafter that rank 0 cannot run while the other ranks wait."""
     for part in all_drafters(drafter):
         name = part.class_name
         if any(group_of(model) is not None for model in part.models()):
@@ -134,12 +139,18 @@ def check_drafts_alone(drafter: Drafter | None) -> None:
 
 
 class SharedDrafting(Drafting):
-    """Drafting on rank 0, for all ranks; the others have no policy of their own, and no session.
+    """Drafting on rank 0 for all ranks. The other ranks have no policy and no session.
 
-    A part that drafts on every rank has one on each: there the others draw what rank 0 has drawn
-    anew, with the same noise. is_over: a rank was seen to leave or fail. failure: what to raise
-    here. first_end: prompt + tokens that rank 0's caller has. is_alike: all have the same text.
-    is_lost: they cannot be reached.
+    A part with `on_every_rank` has a session on every rank. There the other ranks repeat rank 0's
+    draws with the same noise.
+
+    Attributes:
+        is_under_way: the ranks are to meet again.
+        is_over: a rank has left or failed.
+        failure: exception to raise on this rank.
+        is_alike: all ranks have the same text.
+        is_lost: the other ranks cannot be reached.
+        first_end: length of the prompt and the tokens that rank 0's caller has.
     """
 
     is_shared = True
@@ -164,7 +175,7 @@ class SharedDrafting(Drafting):
         self._everywhere = [part.key for part in all_drafters(drafter) if part.on_every_rank]
 
     def begin(self, context: DraftContext) -> None:
-        """Begin the session on rank 0 or everywhere, and see that it could be."""
+        """Begin the session on rank 0 or everywhere, and check that every rank could."""
         check_drafts_alone(self.drafter)
         if self.ranks.is_first or self._everywhere:
             super().begin(context)
@@ -177,12 +188,13 @@ class SharedDrafting(Drafting):
             raise self.failure
 
     def may_fork(self) -> bool:
-        """False: to find out takes passes of all ranks, and rank 0 alone would ask."""
+        """False. Probing for trees needs passes on every rank, and only rank 0 gets here."""
         return False
 
     def propose(self) -> Draft:
-        """Rank 0's draft, on every rank; an empty one where all end."""
-        self.target.measure_width()  # with passes, so on all ranks
+        """Rank 0's draft, on every rank. An empty draft if the ranks end."""
+        # This may run passes, in which every rank must take part.
+        self.target.measure_width()
         draft = NO_DRAFT
         if self.ranks.is_first:
             draft = super().propose()
@@ -199,11 +211,13 @@ class SharedDrafting(Drafting):
         return self._received(first, draft)
 
     def _meet(self, state: State, draft: Draft = NO_DRAFT) -> RankMessage:
-        """Tell the others this rank's state, and rank 0's draft; returns rank 0's message."""
+        """Exchange states and rank 0's draft. Returns rank 0's message."""
         is_drawn, part = draft.logprobs is not None, 0
         if is_drawn and draft.parents is None and self.part in self._everywhere:
             part = 1 + self._everywhere.index(self.part)
         sequence = self.sequence
+        # Texts could differ if ranks were called with other arguments, or by a fault. The checksum
+        # covers the tokens since the last meeting.
         known = [sequence.max_tokens % (1 << WORD), self.drafter is not None]
         known += sequence.tokens[self._num_met :]
         checksum, self._num_met = (zlib.crc32(array("I", known).tobytes()), len(sequence.tokens))
@@ -234,21 +248,21 @@ class SharedDrafting(Drafting):
             sequence.num_handed_out = self.first_end - sequence.prompt_length
         return messages[0]
 
-    def _received(self, first: RankMessage, own: Draft) -> Draft:
-        """The draft of rank 0's message, with its distribution."""
-        logprobs = own.logprobs
+    def _received(self, first: RankMessage, local: Draft) -> Draft:
+        """The draft in rank 0's message, with its distribution."""
+        logprobs = local.logprobs
         if not self.ranks.is_first and first.part:
             logprobs = self._drawn_anew(first)
         elif first.is_drawn and not first.part:
             shape = len(first.tokens), self.target.vocab_size
-            logprobs = self.ranks.from_first(own.logprobs, shape)
-        return replace(own, tokens=first.tokens, logprobs=logprobs, parents=first.parents)
+            logprobs = self.ranks.from_first(local.logprobs, shape)
+        return replace(local, tokens=first.tokens, logprobs=logprobs, parents=first.parents)
 
     def _drawn_anew(self, first: RankMessage) -> mx.array:
-        """The distribution [K, V] of a draft that rank 0 has drawn, from this rank's own session.
-
-        Where that fails, this rank stays with the others for one more pass, and says so then.
-        """
+        """The distribution [K, V] of rank 0's draft, repeated by this rank's own session."""
+        # If this fails, the rank must still run the pass that the other ranks run, and raise
+        # afterwards: a missing rank would leave them waiting. Any distribution serves for that
+        # pass.
         num_tokens = len(first.tokens)
         try:
             if first.part > len(self._everywhere):
@@ -269,31 +283,35 @@ class SharedDrafting(Drafting):
             return mx.full((num_tokens, vocab_size), -math.log(vocab_size))
 
     def as_on_first(self, tokens: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """The tokens of a generation that rank 0's caller has, a round late on the other ranks."""
+        """Yield the tokens that rank 0's caller has taken. Other ranks are one round late."""
         if self.ranks.is_first:
             yield from tokens
             return
-        held: deque[Any] = deque()
+        waiting: deque[Any] = deque()
         is_open, failure, num_given = True, None, 0
         with closing(tokens):
             while is_open:
                 try:
-                    held.append(next(tokens))
+                    waiting.append(next(tokens))
                 except StopIteration:
                     is_open = False
                 except Exception as error:
                     is_open, failure = False, error
-                while held and self.sequence.prompt_length + num_given < self.first_end:
+                while waiting and self.sequence.prompt_length + num_given < self.first_end:
                     num_given += 1
-                    yield held.popleft()
+                    yield waiting.popleft()
         if failure is not None:
             raise failure
 
     def agree_on_end(self) -> bool:
-        """True if all ranks end alike, and can bring caches in order; else these are refused."""
+        """True if all ranks end with the same text, and can put caches in order.
+
+        Otherwise the caches are refused from now on.
+        """
         error = sys.exception()
         in_pass = self._num_met == len(self.sequence.tokens)
-        # MLX's own errors are plain ones; after one of them whoever sends something waits forever.
+        # MLX raises plain RuntimeErrors. After one of them in a pass, a collective would wait
+        # forever.
         self.is_lost |= in_pass and type(error) is RuntimeError
         try:
             if self.is_under_way and not self.is_lost:
@@ -307,7 +325,9 @@ class SharedDrafting(Drafting):
         return self.is_alike
 
     def close(self, end: int) -> None:
-        """Close the session; no pass may be under way when the caller sends something."""
+        """Close the session, and wait for the caches."""
         super().close(end)
+        # The caller may use collectives of its own next, and passes that still run would mix with
+        # them.
         if self.keeps_cache and self.is_alike:
             wait_for(self.target.rollback.caches)

@@ -77,7 +77,7 @@ def test_models_with_the_tokenizer_and_less_cost_can_serve(
     found = find_candidates(str(target), shelf)
     able = [one for one in found if one.refusal is None]
     assert [one.name for one in able] == ["small", "swapped", "middle"]
-    assert able[1].note == ", another tokenizer"
+    assert able[1].doubt == "another tokenizer"
     for one in able:
         assert one.size == weight_bytes(shelf / one.name) > 10_000
         assert one.cost == one.size / weight_bytes(target) < 1
@@ -137,7 +137,7 @@ def test_the_hugging_face_cache_is_looked_through(target: Path, cache: Path) -> 
         assert found["somebody/small"].refusal is None
         assert found["somebody/small"].size == weight_bytes(cache.parent / "middle")
         assert found.keys() == {f"somebody/{n}" for n in ("small", "swapped", "torn", "empty")}
-        assert "another tokenizer" in found["somebody/swapped"].note
+        assert found["somebody/swapped"].doubt == "another tokenizer"
         assert "cannot be read" in (found["somebody/empty"].refusal or "")
     assert locate("somebody/small").name == "b" * 40
     for name in ("somebody/else", "./nowhere"):

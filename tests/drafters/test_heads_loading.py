@@ -486,11 +486,12 @@ def test_prediction_layers_are_named_as_a_models_own_files_do(model_type: str, t
     place.unlink(missing_ok=True)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
     line = f"multi-token prediction ({name})"
-    assert f"  its original repository  {line}, to be fetched" in heads_lines("M", tmp_path)
+    apart = f"  its own prediction layer  {line}, to be fetched from its original repository"
+    assert apart in heads_lines("M", tmp_path)
     index = {"weight_map": {f"{name}.{part}": "model-00002.safetensors" for part in parts}}
     place.write_text(json.dumps(index))
     found = heads_lines("M", tmp_path)
-    assert f"  its own folder  {line}, here" in found
+    assert f"  its own prediction layer  {line}, here" in found
     assert f'    specdec-mlx generate --model M --draft-model {place} --prompt "..."' in found
 
 

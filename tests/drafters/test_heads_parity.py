@@ -25,7 +25,7 @@ from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters import drawing
 from specdec_mlx.drafters.heads import gemma4_assistant, mtp
 from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.one_pass import BlockSource, DSpark, GroupedConvolution
+from specdec_mlx.drafters.heads.one_pass import BlockSource, GroupedConvolution, MarkovHead
 from specdec_mlx.drafters.heads.session import Level
 from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.token_ids import to_list
@@ -301,7 +301,7 @@ CORRECTED: dict[str, Change] = {
 }
 MARKOV = CORRECTED | {
     "own place does not draft": option(changes={"sample_from_anchor": False}),
-    "no bias": attribute(DSpark, "corrected", lambda self, logits, states, before: logits),
+    "no bias": attribute(MarkovHead, "__call__", lambda self, logits, states, before: logits),
 }
 CONTROLS |= {
     "dflash2": CORRECTED

@@ -26,11 +26,7 @@ from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import shared_drafts
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.shared_drafts import (
-    DraftPasses,
-    SharedDrafts,
-    SharedSession,
-)
+from specdec_mlx.drafters.shared_drafts import DraftPasses, SharedDrafts, SharedSession
 from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.options import Options
 

@@ -84,8 +84,8 @@ def test_an_index_finds_the_longest_match(
     """Of several texts: none across their ends, and all places that match nearly as long."""
     index = ContextIndex(joined(parts))
     cut = len(index) - len(parts[-1]) - 1  # a text's order does not depend on those before it
-    own = [end - cut for end in index.ends if end >= cut]
-    assert own == list(ContextIndex(joined(parts[-1:])).ends)
+    own = [end - cut for end in index.places if end >= cut]
+    assert own == list(ContextIndex(joined(parts[-1:])).places)
     for asked in (query, parts[0], parts[-1][: len(query)] + query):
         check_places(index, Context.of(asked), within, most)
 
@@ -101,7 +101,7 @@ def test_a_text_that_grows_is_searched_like_one_that_was_there(
         assert text.context() == Context.of(text.ids)
         for within in (0, 2):
             check_places(text, text.context(), within)
-    assert text.ends == ContextIndex(text.ids).ends
+    assert text.places == ContextIndex(text.ids).places
 
 
 def begin(prompt: Sequence[int], **options: Any) -> SuffixSession:

@@ -169,7 +169,7 @@ def test_a_saved_memory_is_loaded_as_it_was(texts: list[list[int]]) -> None:
         assert held(loaded) == texts
         assert (loaded.max_tokens, loaded.tokenizer) == (500, "abc")
         assert path.stat().st_size <= 12 * len(memory) + 512
-        assert [i.ends for i in loaded.indexes] == [i.ends for i in memory.indexes]
+        assert [i.places for i in loaded.indexes] == [i.places for i in memory.indexes]
 
 
 def in_a_process(code: str, path: Path) -> int:

@@ -114,7 +114,7 @@ def test_a_tree_that_does_not_fork_is_its_chain_rule(name, block, seed):
         last = n - 1 if name == "traversal" else 0
         coins = [last <= i < n for i in range(len(tokens))]
         assert chain_rule.num_accepted(np.array(coins)) == n
-        assert TREE_RULES[name].kept(coins, parents) == list(range(n))
+        assert TREE_RULES[name].find_path(coins, parents) == list(range(n))
         assert np.array_equal(after[n], chain_rule.next_probs(target_probs, tokens, draft_probs, n))
     keys = mx.random.split(mx.random.key(seed), 2)
     uniform = mx.random.uniform(shape=(len(tokens),), key=keys[0])
@@ -255,7 +255,7 @@ def test_typical_keeps_the_longest_path_of_typical_tokens(parents, rule, seed):
     tokens, noise = made.integers(0, 4, size), mx.array(made.gumbel(size=4), mx.float32)
     path = typical_path(rule, p, tokens.tolist(), parents)
     chances, after = rule.judge(p, tokens, np.zeros((size, 4)), parents)
-    assert rule.kept((chances > 0).tolist(), parents) == path
+    assert rule.find_path((chances > 0).tolist(), parents) == path
     assert after is p
     draft = Draft(tokens.tolist(), parents=parents)
     verdict = rule.decide_tree(Known(mx.array(p), noise), draft, Given(mx.zeros(size), noise))

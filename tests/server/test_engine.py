@@ -302,7 +302,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[], Callable[..., bool]]]] = {
     "its caches are taken out": (
         BatchCaches,
         "extract",
-        lambda: lambda caches, row, like: caches.ends[row] == NUM_READ + 19,
+        lambda: lambda caches, row, like: caches.lengths[row] == NUM_READ + 19,
     ),
     "its drafter closes": (NGramSession, "close", lambda: always),
     "its text is made": (TextState, "add", lambda: after(3, lambda self, *a: is_victims(self))),

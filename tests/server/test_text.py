@@ -59,8 +59,8 @@ def test_a_text_ends_before_its_first_stop_string_in_whatever_pieces_it_comes(
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     shown = "".join(map(matcher.add, pieces)) + matcher.finish()
     assert shown == before_stop(text, strings)
-    assert (matcher.found is None) == (shown == text)
-    assert matcher.found is None or text[len(shown) :].startswith(matcher.found)
+    assert (matcher.matched is None) == (shown == text)
+    assert matcher.matched is None or text[len(shown) :].startswith(matcher.matched)
 
 
 @given(texts, stops, seeds, st.booleans())

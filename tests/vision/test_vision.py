@@ -19,7 +19,7 @@ from scripted import OracleDrafter, ScriptedDrafter, ScriptedSession
 from specdec_mlx.caches import leaves
 from specdec_mlx.contracts import Draft
 from specdec_mlx.errors import PromptError
-from specdec_mlx.vision.model import kept_by
+from specdec_mlx.vision.model import private_arrays_of
 from specdec_mlx.vision.prompts import NOT_TAKEN
 
 pytestmark = pytest.mark.full
@@ -244,11 +244,11 @@ def test_the_model_keeps_what_it_kept(name, kept):
         else:  # pixels have it forget earlier ones
             cache = load(name)[0].make_cache()
             mx.eval(model.language_model(ids[:, :3], cache=cache, pixel_values=pixels).logits)
-    before = kept_by(model.language_model)
+    before = private_arrays_of(model.language_model)
     assert keeps == any(value is not None for value in before.values())
     load.cache_clear()  # so that passes are measured anew
     assert written(name, drafter=oracle(text, 0.3), num_draft_tokens="auto")[0] == text
-    after = kept_by(model.language_model)
+    after = private_arrays_of(model.language_model)
     assert before.keys() == after.keys()
     assert all(after[key] is value for key, value in before.items())
 

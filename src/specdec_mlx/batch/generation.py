@@ -1,7 +1,7 @@
-"""Several texts at once: each has drafts of its own, and one pass verifies all of them.
+"""Several texts at once: each has its own drafts, and one pass verifies all of them.
 
-A text is a `loop.Generation` like any other; only its passes are shared, as rows of one, so it is
-what it would be alone. `schedule` says which texts there are.
+Each text is a `loop.Generation`, so that it equals the text generated alone. Only passes are
+shared, as rows. `schedule` knows which texts there are.
 """
 
 from __future__ import annotations
@@ -31,29 +31,41 @@ from specdec_mlx.sequence import close_all, split_cache
 
 @dataclass
 class PassClock:
-    """Seconds of passes over all texts, reading to reading. away: the caller's."""
+    """Seconds of passes over all texts. `away` is the caller's time after the latest round."""
 
     away: float = 0.0
     _read_at: float = 0.0
     _uids: list[int] = field(default_factory=list)
 
     def time_of_pass(self, current: Rounds, ahead: Rounds) -> tuple[float, bool]:
-        """Seconds between readings, and True if they are one pass's: same texts, caller idle."""
+        """Seconds since the last reading, and True if they are the time of one pass."""
         now = perf_counter()
         seconds, self._read_at = now - self._read_at, now
         before, self._uids = self._uids, [text.uid for text, _ in current]
+        # They are if the texts are the same as before, this pass and the next were launched in the
+        # same mode, and the caller was hardly away.
         in_step = all(round_.is_ahead == bool(ahead) for _, round_ in current)
         return seconds, before == self._uids and in_step and self.away < seconds / 2
 
 
 @dataclass
 class BatchGeneration:
-    """Several texts of one model, written together; texts may be added and taken out at any time.
+    """Several texts of one model, generated together. Texts may join and leave at any time.
 
-    options: what is not a text's own; a draft length that is an object is copied for each text.
-    schedule: which texts are read and written. stop_tokens end a text. returns_caches: give a
-    text's caches with its last token; completes_caches: with all of it fed. on_error: takes uid and
-    error of a text that cannot go on, while others do; None raises it.
+    Attributes:
+        model: the target.
+        drafter: of all texts without their own, or None.
+        options: options that all texts share. A draft length that is an object is copied for each
+            text.
+        schedule: the texts that wait, are read and are written.
+        stop_tokens: tokens that end a text.
+        returns_caches: return a text's caches with its last token.
+        completes_caches: feed all of the text to these caches first.
+        on_error: called with uid and error of a text that cannot go on, while others can. None
+            raises the error.
+        num_rounds: passes so far.
+        passes: runs the passes.
+        shared: the draft length that all texts share, or None.
     """
 
     model: nn.Module
@@ -79,27 +91,24 @@ class BatchGeneration:
             self.shared = SharedLength(tuning_for(self.model))
 
     def make_passes(self) -> BatchPasses:
-        """The passes over all texts, or over one after the other."""
         with mx.stream(self.options.stream):
             return make_passes(self.model, self.options, self.drafter)
 
     def insert(self, request: Request) -> int:
-        """Add a text; returns the uid that its tokens come with."""
         return self.schedule.insert(request)
 
     @property
     def num_cache_bytes(self) -> int:
-        """Bytes of the caches of all texts."""
         caches = (cache for text in self.schedule.reading for cache in text.reader.caches.caches)
         return self.passes.num_bytes + sum(int(cache.nbytes) for cache in caches)
 
     def run(self) -> Generator[BatchToken, None, None]:
-        """Write all texts; the tokens of a round come text by text."""
+        """Write all texts. The tokens of a round come text by text."""
         with closing(self.steps()) as steps:
             yield from (token for token in steps if token is not None)
 
     def steps(self) -> Generator[BatchToken | None, None, None]:
-        """Write all texts, as `run`; None where a part of a prompt was read."""
+        """Like `run`, with a None after each part of a prompt that was read."""
         try:
             yield from self._steps()
         except RuntimeError as error:
@@ -108,18 +117,18 @@ class BatchGeneration:
         finally:
             if left := self.schedule.clear():
                 self.passes.verifiers = []
-                if self.passes.is_together:  # what the old ones hold is not known
+                if self.passes.is_together:  # the contents of the old caches are unknown
                     self.passes = self.make_passes()
                 with mx.stream(self.options.stream):
                     close_all(*(text.generation.finish for text in left))
 
     def _steps(self) -> Iterator[BatchToken | None]:
-        """The algorithm of `loop`, with one pass for all texts."""
+        """The algorithm of `loop.Generation.run`, with one pass for all texts."""
         current: Rounds = []
         while True:
             if not current:
                 yield from self._admit()
-                self._leave()  # some may have been taken out meanwhile
+                self._leave()  # the caller may have removed texts at a yield
                 if not self.schedule.num_open:
                     return
                 if not self.schedule.writing:
@@ -128,6 +137,8 @@ class BatchGeneration:
             ahead = self._verify_ahead(current)
             outcomes = self._accept(current, ahead)
             with mx.stream(self.options.stream):
+                # Each text has moved its own position back by now. One operation then moves the
+                # rows.
                 self.passes.apply_rewinds()
             following, failure = ahead, None
             try:
@@ -136,7 +147,7 @@ class BatchGeneration:
                         text.generation.observe(round_, outcome)
                 self._leave()
                 following = self._next_pass(ahead)
-            # of a drafter; what was accepted is emitted first
+            # A drafter failed. Emit the accepted tokens first.
             except Exception as error:
                 failure = error
             handed_over = perf_counter()
@@ -144,13 +155,14 @@ class BatchGeneration:
             self.clock.away = perf_counter() - handed_over
             if failure is not None:
                 raise failure
-            self._leave()  # some may have been taken out meanwhile
+            self._leave()  # the caller may have removed texts at a yield
             current = [pair for pair in following if pair[0].finish_reason is None]
 
     def _next_pass(self, ahead: Rounds) -> Rounds:
-        """The next pass under way; none where a text waits for a place, or all have ended."""
+        """The next pass under way. None if a text waits for a slot, or all have ended."""
         if ahead:
             self.is_pipelined = not self._would_draft()
+            # The pass may have rows of texts that have just ended. Their tokens are dropped.
             return [pair for pair in ahead if pair[0].finish_reason is None]
         if not self.schedule.writing or self.schedule.may_join:
             return []
@@ -171,14 +183,14 @@ class BatchGeneration:
             self._begin()
 
     def _begin(self) -> None:
-        """Begin the texts that there is a place for."""
+        """Begin texts while there are slots for them."""
         while taken := self.schedule.take():
             uid, request = taken
             with self._alone(uid):
                 self.schedule.reading.append(self.begin_text(uid, request))
 
     def _let_in(self, text: BatchText) -> None:
-        """Let a text in if its prompt is read; one that has ended meanwhile leaves."""
+        """Let a text in if its prompt is read. A text that has ended meanwhile leaves."""
         with self._alone(text.uid, text), mx.stream(self.options.stream):
             if text.finish_reason is not None:
                 self.schedule.reading.remove(text)
@@ -190,8 +202,10 @@ class BatchGeneration:
                 self.schedule.join([text])
 
     def _read_together(self) -> None:
-        """Read new, short prompts in one padded pass, where that costs less than a pass of each."""
+        """Read new, short prompts in one padded pass, if this costs less than a pass for each."""
         started = perf_counter()
+        # prior(5) is the cost of a pass over 5 positions in plain passes, so that a further
+        # position costs a quarter of the excess.
         texts = self.schedule.to_read_together((tuning_for(self.model).prior(5) - 1.0) / 4)
         if not texts:
             return
@@ -207,15 +221,16 @@ class BatchGeneration:
         self.schedule.join(texts)
 
     def begin_text(self, uid: int, request: Request) -> BatchText:
-        """A text whose drafter has begun, before anything is read."""
-        own = request.drafting or OwnDrafting(self.drafter, self.options.rule)
-        given = copy.deepcopy(request.prompt_cache)
+        """A text whose drafter has begun and whose prompt is unread."""
+        drafting = request.drafting or OwnDrafting(self.drafter, self.options.rule)
+        # A deep copy shares the buffers until one of the copies is written to.
+        caches = copy.deepcopy(request.prompt_cache)
         options = replace(
             self.options,
             max_tokens=request.max_tokens,
             sampler=request.sampler,
             seed=request.seed,
-            rule=own.rule,
+            rule=drafting.rule,
             logits_processors=request.logits_processors,
             prefill_stops=request.stops,
             prompt_progress_callback=request.on_progress,
@@ -223,10 +238,10 @@ class BatchGeneration:
         generation = assemble(
             self.model,
             request.prompt,
-            own.drafter,
+            drafting.drafter,
             options,
-            split_cache(self.model, given, options)[0],
-            length=self.length_of_text(own.num_draft_tokens),
+            split_cache(self.model, caches, options)[0],
+            length=self.length_of_text(drafting.num_draft_tokens),
             num_read=request.num_read,
             num_said=request.num_said,
             stats=request.stats,
@@ -239,15 +254,15 @@ class BatchGeneration:
         generation.begin()
         return BatchText(uid, request, generation, generation.target)
 
-    def length_of_text(self, own: int | str | DraftLength | None = None) -> DraftLength:
-        """The draft length of one text: its own, or that of the batch."""
-        if own is None and self.shared is not None:
+    def length_of_text(self, choice: int | str | DraftLength | None = None) -> DraftLength:
+        """The draft length of one text: `choice`, or else the batch's."""
+        if choice is None and self.shared is not None:
             return RowLength(self.shared)
-        choice = copy.deepcopy(self.options.num_draft_tokens if own is None else own)
+        choice = copy.deepcopy(self.options.num_draft_tokens if choice is None else choice)
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:
-        """A draft for each text that may have one, cut to one width if lengths are shared."""
+        """A draft for each text, cut to one width if the texts share a draft length."""
         drafts = []
         for text in self.schedule.writing:
             draft = NO_DRAFT
@@ -264,7 +279,7 @@ class BatchGeneration:
         return drafts
 
     def _share(self, shared: SharedLength, drafts: list[Draft]) -> None:
-        """Cut the drafts, in place, of the texts without a length of their own."""
+        """Cut, in place, the drafts of the texts that share a draft length."""
         shared.resize(len(self.schedule.writing))
         places, rows = [], []
         for i, text in enumerate(self.schedule.writing):
@@ -277,7 +292,7 @@ class BatchGeneration:
 
     @contextmanager
     def _alone(self, uid: int, text: BatchText | None = None) -> Iterator[None]:
-        """An error in this block ends one text alone, if there is an `on_error`."""
+        """End only this text if the block raises and there is an `on_error`."""
         try:
             yield
         except Exception as error:
@@ -289,7 +304,7 @@ class BatchGeneration:
                 text.finish_reason = "removed"
 
     def _verify(self, drafts: Sequence[Draft]) -> Rounds:
-        """Start the pass over all texts' pending tokens and drafts."""
+        """Start the pass over all pending tokens and drafts."""
         self.is_pipelined = not any(map(len, drafts))
         to_verify = []
         for text, draft in zip(self.schedule.writing, drafts, strict=True):
@@ -298,7 +313,7 @@ class BatchGeneration:
         return self._launch(to_verify, is_ahead=False)
 
     def _would_draft(self) -> bool:
-        """True if there would be a draft now, were no pass ahead of it."""
+        """True if there would be a draft now, without the pass that was launched ahead."""
         selections = [text.generation.drafting.selection for text in self.schedule.writing]
         if all(selection is None or selection.is_free for selection in selections):
             return any(map(len, self._propose()))
@@ -310,17 +325,17 @@ class BatchGeneration:
         return False
 
     def _verify_ahead(self, current: Rounds) -> Rounds:
-        """Start the pass after this one before its tokens are known, where nothing is drafted.
+        """Start the next pass before the tokens of this pass are known, if nothing is drafted.
 
-        A draft found meanwhile begins one token later; to wait for it would cost all texts
-        host time.
+        A draft found meanwhile begins one token later. Waiting for it would cost all texts host
+        time.
         """
         if not (self.is_pipelined and self.schedule.may_run_ahead(current)):
             return []
         to_verify = []
         with mx.stream(self.options.stream):
             for text, round_ in current:
-                # a sampler of the caller's draws it now
+                # The caller's own sampler runs here, and may raise.
                 with self._alone(text.uid, text):
                     token = round_.under_way.draw_next()
                     position = text.generation.sequence.num_generated + 1
@@ -345,9 +360,11 @@ class BatchGeneration:
         return rounds
 
     def _accept(self, current: Rounds, ahead: Rounds) -> list[Outcome]:
-        """Wait for the pass; what was kept of each draft, and the token after, join the texts."""
+        """Wait for the pass, and append accepted tokens and next tokens to the texts."""
         with mx.stream(self.options.stream):
             for _, round_ in current:
+                # Wait for all texts before the clock is read. The loop below then runs on the host
+                # alone.
                 round_.under_way.wait()
         seconds, is_steady = self.clock.time_of_pass(current, ahead)
         next_of = {text.uid: round_ for text, round_ in ahead}
@@ -372,7 +389,7 @@ class BatchGeneration:
         return outcomes
 
     def _leave(self) -> None:
-        """Take out the texts that end with the tokens that are known."""
+        """Take out the texts that have ended."""
         texts = self.schedule.writing
         staying = [i for i, text in enumerate(texts) if text.finish_reason is None]
         if len(staying) == len(texts):
@@ -380,6 +397,7 @@ class BatchGeneration:
         for i, text in enumerate(texts):
             if self.returns_caches and text.finish_reason in ("stop", "length"):
                 with self._alone(text.uid, text), mx.stream(self.options.stream):
+                    # Rows can be extracted only while they are in the shared caches.
                     text.keep_caches(self.passes.extract(i), complete=self.completes_caches)
         with mx.stream(self.options.stream):
             self.passes.keep(staying)
@@ -394,7 +412,7 @@ class BatchGeneration:
     def _emit(
         self, current: Rounds, outcomes: Sequence[Outcome], following: Rounds
     ) -> Iterator[BatchToken]:
-        """Hand out the tokens of a round, while the next one is under way."""
+        """Hand out the tokens of a round while the next pass runs."""
         next_of = {text.uid: round_ for text, round_ in following}
         for (text, round_), outcome in zip(current, outcomes, strict=True):
             left = len(outcome.tokens)

@@ -1,4 +1,4 @@
-"""One pass of the target over the rows of several texts, each with a draft of its own."""
+"""One pass of the target over the rows of several texts, each with its own draft."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from specdec_mlx.token_ids import to_ids
 
 
 class ToVerify(NamedTuple):
-    """One row of a pass: pending tokens, at least one, a draft that was checked, its position."""
+    """One row of a pass.
+
+    Attributes:
+        pending: tokens to feed before the draft, at least one.
+        draft: a draft that was checked.
+        position: index of the next token among those generated.
+    """
 
     pending: Sequence[int] | mx.array
     draft: Draft
@@ -33,9 +39,11 @@ class ToVerify(NamedTuple):
 
 @dataclass
 class BatchPasses(ABC):
-    """Passes over several texts, which have a verifier each.
+    """Passes over several texts, with a verifier for each.
 
-    is_together: one pass is over all texts.
+    Attributes:
+        verifiers: of the texts, in the order of the rows.
+        is_together: one pass covers all texts.
     """
 
     verifiers: list[Verifier] = field(default_factory=list, kw_only=True)
@@ -43,23 +51,23 @@ class BatchPasses(ABC):
 
     @abstractmethod
     def add(self, verifier: Verifier) -> None:
-        """Take over a text that was read alone."""
+        """Add a text whose prompt was read alone, with its caches."""
 
     @abstractmethod
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these texts, in this order, and drop the others."""
+        """Keep these texts, in this order."""
 
     @abstractmethod
     def launch(self, rounds: Sequence[ToVerify]) -> list[LazyPass | StepwisePass]:
-        """Start a pass over each text."""
+        """Start a pass over each text's pending tokens and draft."""
 
     @abstractmethod
     def apply_rewinds(self) -> None:
-        """Take the rejected positions of all texts back out of the caches."""
+        """Take the rejected positions of all texts out of the caches."""
 
     @abstractmethod
     def extract(self, row: int) -> Rollback:
-        """The caches of one text."""
+        """Caches of one text."""
 
     @property
     @abstractmethod
@@ -69,10 +77,7 @@ class BatchPasses(ABC):
 
 @dataclass
 class SharedPasses(BatchPasses):
-    """One pass over all texts, as rows; each text's `Rollback` has no caches of its own.
-
-    A text that rewinds moves its position alone. `apply_rewinds` then rewinds all rows together.
-    """
+    """One pass over all texts as rows. A text's `Rollback` has a position and no caches."""
 
     model: nn.Module
     caches: BatchCaches
@@ -80,36 +85,33 @@ class SharedPasses(BatchPasses):
 
     @property
     def places(self) -> list[Rollback]:
-        """Where the rows are in their texts."""
+        """The positions of the texts in their rows."""
         return [verifier.rollback for verifier in self.verifiers]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the caches of all texts."""
         return self.caches.num_bytes
 
     def add(self, verifier: Verifier) -> None:
-        """Take over a text that was read alone; from now on it goes with the others."""
         alone = verifier.rollback
         self.caches.add(alone.caches, alone.end)
         base = alone.end - alone.position
+        # A text that rewinds moves only this position. `apply_rewinds` then moves all rows.
         verifier.rollback = Rollback([], alone.position, base=base)
         self.verifiers.append(verifier)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, and drop the others."""
         self.caches.keep(rows)
         self.verifiers = [self.verifiers[row] for row in rows]
 
     def read(self, texts: Sequence[Sequence[int]]) -> None:
-        """Feed tokens to all rows for the caches alone, at least one to each, and wait for it."""
+        """Feed at least one token to each row, to fill the caches, and wait."""
         self.caches.feed(self.model, texts)
         wait_for(self.caches.caches)
         mx.clear_cache()
         self._move()
 
     def launch(self, rounds: Sequence[ToVerify]) -> list[LazyPass | StepwisePass]:
-        """Start a pass over all rows."""
         drafted, fed = [], []
         for verifier, round_ in zip(self.verifiers, rounds, strict=True):
             drafted.append(verifier.drafted_ids(round_.draft))
@@ -126,6 +128,7 @@ class SharedPasses(BatchPasses):
         passes = []
         for row, (verifier, round_) in enumerate(zip(self.verifiers, rounds, strict=True)):
             num_fed = len(fed[row])
+            # Rows are padded at the right to the longest text, and padding is not judged.
             mine = logits[row, len(round_.pending) - 1 : num_fed]
             pass_ = verifier.judge(mine, round_.draft, drafted[row], round_.position, num_fed)
             if (reader := verifier.state_reader) is not None:
@@ -141,7 +144,7 @@ class SharedPasses(BatchPasses):
         self._move()
 
     def _move(self) -> None:
-        for place, end in zip(self.places, self.caches.ends, strict=True):
+        for place, end in zip(self.places, self.caches.lengths, strict=True):
             place.position = end - place.base
 
     def extract(self, row: int) -> Rollback:
@@ -152,51 +155,49 @@ class SharedPasses(BatchPasses):
 
 @dataclass
 class OneByOne(BatchPasses):
-    """A pass over each text alone, for what cannot be rows; `BatchGeneration` then writes one."""
+    """A pass for each text, for models whose texts cannot be rows. Only one text is written."""
 
     is_together: ClassVar[bool] = False
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the caches of all texts."""
         caches = (cache for v in self.verifiers for cache in v.rollback.caches)
         return sum(int(cache.nbytes) for cache in caches)
 
     def add(self, verifier: Verifier) -> None:
-        """Take over a text with its caches."""
         self.verifiers.append(verifier)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these texts, in this order."""
         self.verifiers = [self.verifiers[row] for row in rows]
 
     def launch(self, rounds: Sequence[ToVerify]) -> list[LazyPass | StepwisePass]:
-        """Start the pass of each text."""
         both = zip(self.verifiers, rounds, strict=True)
         return [verifier.launch(r.pending, r.draft, r.position) for verifier, r in both]
 
     def apply_rewinds(self) -> None:
-        """Each text went back by itself."""
+        """Do nothing: each text went back by itself."""
 
     def extract(self, row: int) -> Rollback:
-        """The caches of one text."""
         return self.verifiers[row].rollback
 
 
 def _joined(pending: Any, draft: Draft, drafted: mx.array) -> list[int] | mx.array:
-    """All tokens of a round, on the host if they are known there; drafted: ids of the draft."""
+    """All tokens of a round, on the host if they are known there.
+
+    drafted: [K] ids of the draft, on the device.
+    """
     if isinstance(pending, mx.array) or isinstance(draft.tokens, mx.array):
         return mx.concatenate([to_ids(pending), drafted])
     return [*pending, *draft.tokens]
 
 
 def reads_caches(drafter: Drafter) -> bool:
-    """True for a drafter that reads keys and values of the target, which rows do not show."""
+    """True for a drafter that reads the target's keys and values. Rows do not expose them."""
     return drafter.features is not None and bool(drafter.features.caches)
 
 
 def make_passes(model: nn.Module, options: Options, drafter: Drafter | None) -> BatchPasses:
-    """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
+    """Passes over several texts. `OneByOne` with a warning if they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:
         reason = f"{readers[0].class_name} reads the target's caches, of one text at a time"

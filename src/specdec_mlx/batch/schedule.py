@@ -1,4 +1,4 @@
-"""Texts to write, and who of them joins, is read, is written, and has ended."""
+"""Texts to write: which of them wait, are read, are written, and leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_AT_ONCE = 8  # prompts that are read at the same time, as in mlx-lm's batch
 
 @dataclass(frozen=True)
 class OwnDrafting:
-    """Drafter, rule and draft length of one text that has its own; None is the batch's."""
+    """Drafter, rule and draft length of one text. A length of None is the batch's."""
 
     drafter: Drafter | None
     rule: str | AcceptanceRule = "auto"
@@ -34,11 +34,18 @@ class OwnDrafting:
 class Request:
     """One text to write.
 
-    prompt: [n] token ids. prompt_cache: caches that hold what comes before it or, with `num_read`,
-    that many of its first tokens and nothing else; shared, never changed. num_said: the prompt's
-    last tokens that are the text's beginning, written elsewhere; they count among max_tokens.
-    drafting: None for the batch's own. is_end: is told each token as it joins the text, and returns
-    True to end it there. stats: an account to go on with. stops, on_progress: as of `PromptReader`.
+    Attributes:
+        prompt: [n] token ids.
+        max_tokens: most tokens of the text.
+        prompt_cache: caches of the tokens before the prompt or, with `num_read`, of exactly the
+            first `num_read` tokens of the prompt. Shared between requests, and never changed.
+        num_read: tokens of the prompt in these caches.
+        num_said: tokens at the end of the prompt that are the beginning of the text, generated
+            elsewhere. They count among max_tokens.
+        drafting: the text's own drafting. None for the batch's.
+        is_end: called with each token that joins the text. True ends the text there.
+        stats: an account to continue.
+        stops, on_progress: as in `PromptReader`.
     """
 
     prompt: Sequence[int] | mx.array
@@ -57,11 +64,11 @@ class Request:
 
     @property
     def is_read(self) -> bool:
-        """True if the caches hold all of the prompt but its last token, which a round feeds."""
+        """True if the caches hold the prompt except for its last token, which a round feeds."""
         return self.num_read >= len(self.prompt) - 1
 
     def waits_for(self, other: Request) -> bool:
-        """True if reading the other one's prompt reads this one's: the same, after the same."""
+        """True if the other request reads the same prompt after the same tokens."""
         if self.is_read or not isinstance(self.prompt, list) or self.prompt != other.prompt:
             return False
         alone = [one.prompt_cache is None or one.num_read > 0 for one in (self, other)]
@@ -69,10 +76,15 @@ class Request:
 
 
 class BatchToken(NamedTuple):
-    """One emitted token of one text, by its uid.
+    """One emitted token of one text.
 
-    finish_reason: "stop", "length" or None. prompt_cache: of an ended text, if asked for: the first
-    `num_cached` tokens of prompt + text.
+    Attributes:
+        uid: of the text.
+        token: the token.
+        finish_reason: "stop", "length" or None.
+        prompt_cache: caches of a text that has ended, on request. They hold the first `num_cached`
+            tokens of the prompt and the text.
+        num_cached: see there.
     """
 
     uid: int
@@ -84,7 +96,7 @@ class BatchToken(NamedTuple):
 
 @dataclass(eq=False)
 class BatchText:
-    """A text that is being read or written; finish_reason is also "removed"."""
+    """A text that is read or written. `finish_reason` may also be "removed"."""
 
     uid: int
     request: Request
@@ -96,33 +108,33 @@ class BatchText:
 
     @property
     def reader(self) -> PromptReader:
-        """The reading of its prompt."""
         return self.generation.reader
 
     @property
     def is_new(self) -> bool:
-        """True if nothing of its prompt is read, and nobody watches how it is."""
+        """True if nothing of its prompt is read, and nobody needs to see it read in steps."""
         reader, features = self.reader, self.generation.drafting.features
         is_open = self.finish_reason is None and reader.num_left > 0
         return is_open and reader.num_read == 0 and features is None and not reader.stops
 
     def may_run_ahead(self, round_: Round) -> bool:
-        """True if the next token may be fed before it is known, after the pass of this round."""
+        """True if the next token may be fed before the host knows it."""
         generation = self.generation
+        # The first token is known before a drafter is asked for the first time.
         waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
         return not round_.num_drafted and not waits and generation.sequence.wants_more(besides=1)
 
     def keep_caches(self, alone: Rollback, *, complete: bool) -> None:
-        """Hand these caches out at the end; complete: feed what they lack of the text."""
+        """Keep these caches for the text's last token. `complete` feeds the tokens they lack."""
         self.verifier.rollback = alone
         while complete and (left := len(self.generation.sequence.tokens) - alone.position) > 0:
             self.generation.feed(left)
-        # so that other threads can read them
+        # MLX computes an array only in the thread that made it, and a server reads these in others.
         mx.async_eval(states_of(alone.caches))
         self.prompt_cache, self.num_cached = alone.caches, alone.position
 
     def cut_at(self, stop_tokens: frozenset[int], round_: Round, outcome: Outcome) -> None:
-        """End with the first stop token of a round, or with the last token wanted."""
+        """End the text at the first stop token of a round, or at its last wanted token."""
         sequence, is_end = self.generation.sequence, self.request.is_end
         if not sequence.wants_more():
             self.finish_reason = "length"
@@ -131,20 +143,26 @@ class BatchText:
             if (is_end is not None and is_end(token)) or token.token in stop_tokens:
                 self.finish_reason = "stop"
                 num_after = len(outcome.tokens) - i
+                # The loop stops by max_tokens, so that a lower limit ends the text here.
                 sequence.max_tokens = sequence.num_generated - num_after
                 del sequence.tokens[len(sequence.tokens) - num_after :]
                 outcome.tokens = outcome.tokens[:i]
                 return
 
 
-Rounds = list[tuple[BatchText, Round]]  # A pass under way, text by text
+Rounds = list[tuple[BatchText, Round]]  # a pass under way, text by text
 
 
 @dataclass
 class Schedule:
-    """Who waits, is read, is written, and leaves; a text is in one of these lists.
+    """Waiting, reading, writing and leaving texts. Each text is in one of these lists.
 
-    max_texts: read or written at a time; more wait. leaving: their last tokens are being emitted.
+    Attributes:
+        max_texts: most texts that are read or written at a time.
+        waiting: uids and requests.
+        reading: texts whose prompts are read.
+        writing: texts with rows in the passes.
+        leaving: texts whose last tokens are being emitted.
     """
 
     max_texts: int = 32
@@ -155,20 +173,20 @@ class Schedule:
     num_inserted: int = 0
 
     def insert(self, request: Request) -> int:
-        """Let a text wait; returns its uid."""
+        """Queue a text. Returns its uid."""
         self.waiting.append((self.num_inserted, request))
         self.num_inserted += 1
         return self.num_inserted - 1
 
     def remove(self, uid: int) -> None:
-        """Take a text out; its tokens end with those of the round that is under way."""
+        """Take a text out. Its tokens end with the round that is under way."""
         self.waiting = [waiting for waiting in self.waiting if waiting[0] != uid]
         for text in (*self.reading, *self.writing, *self.leaving):
             if text.uid == uid:
                 text.finish_reason = "removed"
 
     def clear(self) -> list[BatchText]:
-        """After a failure: forget the texts that were written, and let those read wait again.
+        """After a failure, forget the written texts and queue the read ones again.
 
         Returns both.
         """
@@ -180,25 +198,25 @@ class Schedule:
 
     @property
     def num_open(self) -> int:
-        """Texts that have not ended."""
+        """Number of texts that have not ended."""
         return len(self.writing) + len(self.reading) + len(self.waiting)
 
     @property
     def has_place(self) -> bool:
-        """True if one more may be read or written."""
+        """True if one more text may be read or written."""
         return len(self.writing) + len(self.reading) < self.max_texts
 
     @property
     def may_join(self) -> bool:
-        """True if a text is to join before the next round."""
+        """True if a text may join before the next round."""
         return bool(self.reading) or (bool(self.waiting) and self.has_place)
 
     def may_run_ahead(self, current: Rounds) -> bool:
-        """True if no text joins, and each one's next token may be fed before it is known."""
+        """True if no text joins, and the next token of every text may be fed unknown."""
         return not self.may_join and all(text.may_run_ahead(round_) for text, round_ in current)
 
     def take(self) -> tuple[int, Request] | None:
-        """Take the next text to read: there is a place, and no other one reads its prompt."""
+        """The next text to read, if there is a slot and nobody else is reading its prompt."""
         if self.has_place and len(self.reading) < MOST_AT_ONCE:
             for i, (_, request) in enumerate(self.waiting):
                 if not any(request.waits_for(text.request) for text in self.reading):
@@ -206,7 +224,9 @@ class Schedule:
         return None
 
     def to_read(self) -> Iterator[BatchText]:
-        """Texts to read on in before the next round: a step of each, or of one beside others."""
+        """Texts to read on in before the next round."""
+        # One step of each text, or in all about one step while other texts are written, so that
+        # those do not stall.
         is_beside, num_read, seen = bool(self.writing), 0, set[int]()
         while texts := [text for text in self.reading if text.uid not in seen]:
             reader = texts[0].reader
@@ -217,9 +237,9 @@ class Schedule:
                 num_read += reader.num_read - before
 
     def to_read_together(self, slope: float) -> list[BatchText]:
-        """New, short texts for one padded pass, where that costs less than a pass of each.
+        """New, short texts for one padded pass, if this costs less than a pass for each.
 
-        slope: cost of a position, in plain passes.
+        slope: cost of one more position, in plain passes.
         """
         texts, sizes = self.reading, [text.reader.num_left for text in self.reading]
         if self.writing or len(texts) < 2 or not all(text.is_new for text in texts):
@@ -227,26 +247,28 @@ class Schedule:
         padded = max(sizes) * len(texts) - sum(sizes)
         is_short = max(sizes) < texts[0].reader.step_size
         waits = any(one.waits_for(text.request) for _, one in self.waiting for text in texts)
+        # n - 1 passes are saved, each of which costs a plain pass even if it is short. Padding
+        # costs `slope` for each position.
         return texts if is_short and not waits and padded * slope <= len(texts) - 1 else []
 
     def join(self, texts: Sequence[BatchText]) -> None:
-        """Write these, whose prompts are read."""
+        """Begin to write texts whose prompts are read."""
         self.reading = [text for text in self.reading if text not in texts]
         self.writing += texts
-        for text in texts:  # which has caches of its own now
+        for text in texts:  # it has its own caches now; release the request's
             text.request = replace(text.request, prompt_cache=None)
 
     def share(self, text: BatchText) -> None:
-        """Give what was read of a prompt to those that wait for it."""
+        """Give the caches of a prompt to the requests that wait for it."""
         reader = text.reader
         for i, (uid, request) in enumerate(self.waiting):
             if request.waits_for(text.request):
-                # of the same buffers, until one writes
-                held = copy.deepcopy(reader.caches.caches)
-                read = replace(request, prompt_cache=held, num_read=reader.num_read)
+                # the copies share their buffers until one is written to
+                caches = copy.deepcopy(reader.caches.caches)
+                read = replace(request, prompt_cache=caches, num_read=reader.num_read)
                 self.waiting[i] = uid, read
 
     def part(self) -> None:
-        """Let those leave that have ended."""
+        """Move the texts that have ended from `writing` to `leaving`."""
         self.leaving = [text for text in self.writing if text.finish_reason is not None]
         self.writing = [text for text in self.writing if text.finish_reason is None]

@@ -1,6 +1,7 @@
-"""Backends of MLX on Linux: those installed, and an error in words where none loads.
+"""Backends of MLX on Linux: which are installed, and a clear error if none loads.
 
-Their distributions put the same file in the same place, so only one can be installed. Needs no MLX.
+Their distributions put the same file in the same place, so that only one can be installed. This
+module does not import MLX.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
 
 
 def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
-    """Versions of the installed ones of these distributions, by name."""
-    found = {}
+    """Versions of these distributions, if they are installed."""
+    versions = {}
     for name in names:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def require_mlx() -> None:
-    """Import MLX; raises MissingBackendError, with what to install, where it does not load."""
+    """Import MLX. MissingBackendError, with what to install, if it does not load."""
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:
@@ -35,12 +36,11 @@ def require_mlx() -> None:
 
 
 def without_mlx(error: ImportError) -> MissingBackendError:
-    """The error for MLX that does not load, with what to install."""
     return MissingBackendError(why_mlx_is_missing(error), name="mlx.core")
 
 
 def why_mlx_is_missing(error: ImportError) -> str:
-    """The problem of MLX here, and the command that mends it."""
+    """The problem of MLX here, and the command that solves it."""
     if sys.platform != "linux":
         return (
             f"MLX cannot be imported ({error}). On a Mac with Apple silicon: "
@@ -56,6 +56,7 @@ def why_mlx_is_missing(error: ImportError) -> str:
 
 
 def reinstall(backends: dict[str, str]) -> str:
-    """The command that leaves the latest CUDA, which nobody asks for by mistake, and MLX anew."""
+    """The command that removes all backends and installs MLX with the newest of them again."""
+    # `max` prefers CUDA, and the later version of CUDA: nobody installs these by mistake.
     anew = f'pip install "specdec-mlx[{EXTRAS[max(backends)]}]"'
     return f"pip uninstall -y mlx {' '.join(backends)} && {anew}"

@@ -22,17 +22,22 @@ KNOWN_BLAS = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
 
 
 def start_again_with_openblas(command: str) -> dict[str, str]:
-    """Replace this process by one with OpenBLAS preloaded; there, the variables that do it."""
+    """Replace this process by one that preloads OpenBLAS. Returns {} if that is not needed.
+
+    In the new process, returns the variables that preload it.
+    """
+    # The mark goes, so that children of this process decide for themselves.
     if os.environ.pop(PRELOADED, None):
         return find_openblas()
     arguments = sys.argv[1:]
+    # Only a process that the command line started can be started again with the same arguments.
     is_command = arguments[:1] == [command] and sys.orig_argv[-len(arguments) :] == arguments
-    if is_command and needs_openblas() and (own := find_openblas()):
-        library = own["LD_PRELOAD"]
+    if is_command and needs_openblas() and (preload := find_openblas()):
+        library = preload["LD_PRELOAD"]
         print(f"Preloading OpenBLAS in place of MLX's reference BLAS: {library}", file=sys.stderr)
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
         environment = {THREADS: str(threads), **os.environ, PRELOADED: "1"}
-        for name, value in own.items():
+        for name, value in preload.items():
             former = os.environ.get(name)
             environment[name] = f"{value}:{former}" if former else value
         command_line = [sys.executable, *sys.orig_argv[1:]]
@@ -41,18 +46,16 @@ def start_again_with_openblas(command: str) -> dict[str, str]:
 
 
 def needs_openblas() -> bool:
-    """True if matrices are multiplied on a Linux CPU with the reference BLAS."""
+    """True if this Linux CPU multiplies matrices with the reference BLAS."""
     is_cpu = sys.platform == "linux" and mx.default_device() == mx.cpu
     return is_cpu and blas_name() == REFERENCE_BLAS
 
 
 def find_openblas() -> dict[str, str]:
-    """The variables that preload the wheel's library, by name; none without the wheel.
-
-    The library needs libgfortran.so.5, which MLX's CPU backend brings under another name: a link
-    with the plain name is kept in the cache.
-    """
+    """The variables that preload the library of the wheel. {} without the wheel."""
     with suppress(PackageNotFoundError, OSError, ValueError):
+        # The library needs libgfortran.so.5. MLX's CPU backend brings it under another name, so
+        # that a link with the plain name is kept in the cache.
         library = Path(str(distribution(WHEEL).locate_file(LIBRARY))).resolve(strict=True)
         (fortran,) = Path(str(distribution(BACKEND).locate_file(""))).resolve().glob(FORTRAN)
         link = cache_root() / "blas" / fortran.name / "libgfortran.so.5"
@@ -65,14 +68,14 @@ def find_openblas() -> dict[str, str]:
 
 
 def blas_name() -> str:
-    """Library that multiplies matrices on the CPU; on Linux read off what is loaded."""
+    """Library that multiplies matrices on the CPU, read on Linux from the mapped files."""
     maps = Path("/proc/self/maps")
-    found = blas_in(maps.read_text(encoding="utf-8") if maps.exists() else "")
-    return "Accelerate" if platform.system() == "Darwin" else found
+    name = blas_in(maps.read_text(encoding="utf-8") if maps.exists() else "")
+    return "Accelerate" if platform.system() == "Darwin" else name
 
 
 def blas_in(maps: str) -> str:
-    """Matrix library among mapped files (/proc/PID/maps), those of NumPy and SciPy left out."""
+    """Matrix library among mapped files (/proc/PID/maps), without NumPy's and SciPy's."""
     files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
     loaded = [f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")]
     names = (name for part, name in KNOWN_BLAS.items() if any(f.startswith(part) for f in loaded))
@@ -80,5 +83,5 @@ def blas_in(maps: str) -> str:
 
 
 def as_shell(variables: dict[str, str]) -> str:
-    """Variables as a shell takes them before a command."""
+    """Variables in the syntax of a shell, before a command."""
     return " ".join(f"{name}={value}" for name, value in variables.items())

@@ -1,7 +1,7 @@
 """The command line: `specdec-mlx demo | generate | drafters | ...`.
 
-A command's module is imported when the command is run: the list, `--version` and what is wrong with
-a command's name come at once.
+A command's module is imported when the command runs, so that the list, `--version` and errors in a
+command's name come at once.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ PROGRAM = "specdec-mlx"
 
 
 def run_process() -> int:
-    """Be the process `specdec-mlx`, whose server ends in peace from the first import on."""
+    """Run the process `specdec-mlx`. A server handles signals from its first import on."""
     if sys.argv[1:2] == ["server"]:
         end_in_peace()
     return main()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status, 2 with one line on stderr where it cannot be done."""
+    """Run a command. Returns the exit status: 2, with a line on stderr, for an error."""
     name, *flags = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if not sys.stderr.isatty():
@@ -86,42 +86,42 @@ def _run(name: str, flags: Sequence[str]) -> int:
             return 0
         return int(module.main(make_parser(name).parse_args(flags)))
     else:
-        wrong = f"there is no command {name!r}.{did_you_mean(name, commands())}"
+        problem = f"there is no command {name!r}.{did_you_mean(name, commands())}"
         if commands().keys() == OWN_COMMANDS.keys():
-            wrong += " Others are not registered here: install specdec-mlx again."
-        print(f"{PROGRAM}: {wrong}\nAll commands: {PROGRAM} --help", file=sys.stderr)
+            problem += " Others are not registered here: install specdec-mlx again."
+        print(f"{PROGRAM}: {problem}\nAll commands: {PROGRAM} --help", file=sys.stderr)
         return 2
     return 0
 
 
 def overview() -> str:
-    """The commands, a line each."""
+    """The list of commands."""
     lines = [f"{PROGRAM} COMMAND: speculative decoding for mlx-lm, the same text, sooner.", ""]
     lines += [f"  {name:<13}{text}" for name, text in sorted(commands().items())]
     return "\n".join([*lines, "", f"{PROGRAM} COMMAND --help lists the command's flags."])
 
 
 def commands() -> dict[str, str]:
-    """All commands, the library's and those of installed packages, and what each is for."""
+    """All commands, with their purposes: the library's and those of installed packages."""
     entries = installed(GROUP, "command", OWN_COMMANDS)
     return OWN_COMMANDS | {name: purpose_of(one) for name, one in entries.items()}
 
 
 def purpose_of(entry: EntryPoint) -> str:
-    """What a command is for, as its module's docstring begins; the module is not imported."""
+    """Purpose of a command, from its module's docstring. The module is not imported."""
     try:
         spec = find_spec(entry.module)
         assert spec is not None
         assert spec.origin is not None
         source = Path(spec.origin).read_text(encoding="utf-8")
         first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-    except Exception as error:  # somebody's package, which breaks only itself
+    except Exception as error:  # another package's fault must not break the list
         return f"cannot be loaded: {error}"
     return first.partition("`: ")[2].rstrip(".")
 
 
 def make_parser(name: str) -> Parser:
-    """The parser of a command that is neither mlx-lm's nor takes all arguments itself."""
+    """The parser of a command that is not mlx-lm's and has no `run`."""
     description = f"{commands()[name]}.".replace("?.", "?").capitalize()
     parser = Parser(prog=f"{PROGRAM} {name}", description=description)
     module_of(name).add_arguments(parser)
@@ -129,7 +129,7 @@ def make_parser(name: str) -> Parser:
 
 
 def module_of(name: str) -> Any:
-    """The module of a command, which is imported now; raises MissingPackageError."""
+    """Import the module of a command. Raises MissingPackageError."""
     if name in OWN_COMMANDS:
         return import_module(f"specdec_mlx.cli.{name}")
     return load(installed(GROUP, "command", OWN_COMMANDS)[name], "command")

@@ -36,9 +36,14 @@ OPENBLAS = (
 class Installation:
     """The installation that generates text here.
 
-    runs_on: "metal", "cuda" or "cpu". blas: of a CPU. backends: versions by distribution on Linux.
-    openblas: variables that preload a better library. refusal: why mlx-lm's own calls cannot be
-    extended.
+    Attributes:
+        runs_on: "metal", "cuda" or "cpu".
+        device: name of the device.
+        blas: matrix library of a CPU, or None.
+        backends: on Linux, versions by distribution.
+        mlx, mlx_lm: versions.
+        openblas: variables that preload a better library.
+        refusal: why mlx-lm's own calls cannot be extended, or None.
     """
 
     runs_on: str
@@ -56,19 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the installation, what is recommended, and its problems; exit status 1 for these."""
-    found = inspect_installation()
-    print("\n".join(f"{name:<12} {value}" for name, value in table(found)))
-    if found.openblas:
-        print(f"\nrecommended: {OPENBLAS}\nexport {as_shell(found.openblas | {THREADS: '1'})}")
-    problems = list(problems_of(found))
+    """Print the installation, a recommendation and problems. Exit status 1 if there are any."""
+    here = inspect_installation()
+    print("\n".join(f"{name:<12} {value}" for name, value in table(here)))
+    if here.openblas:
+        print(f"\nrecommended: {OPENBLAS}\nexport {as_shell(here.openblas | {THREADS: '1'})}")
+    problems = list(problems_of(here))
     for problem in problems:
         print(f"\nwarning: {problem}")
     return 1 if problems else 0
 
 
 def inspect_installation() -> Installation:
-    """The installation that this process runs on."""
     runs_on = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
     refusal = None
     try:
@@ -87,34 +91,34 @@ def inspect_installation() -> Installation:
     )
 
 
-def table(found: Installation) -> Iterator[tuple[str, str]]:
+def table(here: Installation) -> Iterator[tuple[str, str]]:
     """Names and values for a bug report."""
-    backends = ", ".join(f"{name} {number}" for name, number in found.backends.items())
+    backends = ", ".join(f"{name} {number}" for name, number in here.backends.items())
     yield "specdec-mlx", specdec_mlx.__version__
-    yield "backend", f"{found.runs_on} ({backends})" if backends else found.runs_on
-    yield "device", found.device
-    if found.blas is not None:
-        is_exact = found.blas == REFERENCE_BLAS
+    yield "backend", f"{here.runs_on} ({backends})" if backends else here.runs_on
+    yield "device", here.device
+    if here.blas is not None:
+        is_exact = here.blas == REFERENCE_BLAS
         rows = "bit-equal to one" if is_exact else "equal to one up to 1e-4"
-        yield "BLAS", f"{found.blas} (logits of several rows are {rows} in float32)"
-    yield "mlx", found.mlx
-    yield "mlx-lm", found.mlx_lm
+        yield "BLAS", f"{here.blas} (logits of several rows are {rows} in float32)"
+    yield "mlx", here.mlx
+    yield "mlx-lm", here.mlx_lm
     yield "Python", platform.python_version()
     yield "system", f"{platform.platform()}, {os.cpu_count()} cores"
 
 
-def problems_of(found: Installation) -> Iterator[str]:
-    """Problems of an installation, each a sentence and the command that mends it."""
-    if len(found.backends) > 1:
-        both = f"{' and '.join(found.backends)} are both installed and own one file, libmlx.so"
-        yield f"{both}: the one installed last runs. {reinstall(found.backends)}"
-    elif any(number != found.mlx for number in found.backends.values()):
-        name, number = next(iter(found.backends.items()))
-        yield f"{name} {number} is not of mlx's version, {found.mlx}. {reinstall(found.backends)}"
-    elif found.runs_on == "cpu" and any("cuda" in name for name in found.backends):
-        what = f"{next(iter(found.backends))} finds no GPU, so that all runs on the CPU."
+def problems_of(here: Installation) -> Iterator[str]:
+    """Problems of an installation, each a sentence and the command that solves it."""
+    if len(here.backends) > 1:
+        both = f"{' and '.join(here.backends)} are both installed and own one file, libmlx.so"
+        yield f"{both}: the one installed last runs. {reinstall(here.backends)}"
+    elif any(number != here.mlx for number in here.backends.values()):
+        name, number = next(iter(here.backends.items()))
+        yield f"{name} {number} is not of mlx's version, {here.mlx}. {reinstall(here.backends)}"
+    elif here.runs_on == "cpu" and any("cuda" in name for name in here.backends):
+        what = f"{next(iter(here.backends))} finds no GPU, so that all runs on the CPU."
         yield f"{what} Look at what nvidia-smi says."
-    if found.blas == REFERENCE_BLAS and not found.openblas:
+    if here.blas == REFERENCE_BLAS and not here.openblas:
         yield f'{OPENBLAS} pip install "specdec-mlx[cpu]"'
-    if found.refusal is not None:
-        yield found.refusal
+    if here.refusal is not None:
+        yield here.refusal

@@ -10,7 +10,6 @@ from specdec_mlx.drafters.choosing.report import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `specdec-mlx drafters`."""
     parser.add_argument("--model", help="also which models here can draft for this one")
     parser.add_argument(
         "--in",
@@ -22,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print a line for each."""
     if args.model is not None:
         print(report(args.model, args.folder))
     elif args.folder is not None:

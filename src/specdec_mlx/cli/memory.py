@@ -21,9 +21,12 @@ MOST_TOKENS = 4_000_000  # bound of a memory that is built from files
 class Actions:
     """The actions of a command on the files of one kind.
 
-    kind: the class of what a file holds, a `KeptFile`. facts: what there is to say about one of
-    its objects. empty: makes an object to merge the others into, of their paths. finish: called
-    before a merged object is saved. bound: what `prune` keeps at most, as its flag is called.
+    Attributes:
+        kind: the class of the objects in the files, a `KeptFile`.
+        facts: facts about one object, by name.
+        empty: makes an object to merge others into, from their paths.
+        finish: called before a merged object is saved.
+        bound: flag of the limit that `prune` takes.
     """
 
     kind: Any
@@ -35,7 +38,10 @@ class Actions:
     def add_to(
         self, parser: argparse.ArgumentParser, build: Callable[[argparse.Namespace], None], how: str
     ) -> argparse.ArgumentParser:
-        """Add the actions to a parser; returns that of `build`, for more flags. how: its help."""
+        """Add the actions to a parser. Returns the parser of `build`, for more flags.
+
+        how: help of `build`.
+        """
         actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 
         def add(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
@@ -63,38 +69,37 @@ class Actions:
         return building
 
     def show(self, path: Path) -> None:
-        """Print what a file holds, a line for each fact."""
-        held = self.kind.load(path)
+        """Print the contents of a file, one line for each fact."""
+        content = self.kind.load(path)
         facts = {
-            **self.facts(held),
+            **self.facts(content),
             "on disk": f"{path.stat().st_size:,} bytes",
-            "tokenizer": held.tokenizer or "any",
+            "tokenizer": content.tokenizer or "any",
         }
         print(path, *(f"  {name:<15}{fact}" for name, fact in facts.items()), sep="\n")
 
     def _merge(self, args: argparse.Namespace) -> None:
-        held = self.kind.load(args.file) if args.file.exists() else self.empty(args.others)
+        content = self.kind.load(args.file) if args.file.exists() else self.empty(args.others)
         for other in args.others:
-            held.merge(self.kind.load(other))
-        self.finish(held)
-        held.save(args.file)
+            content.merge(self.kind.load(other))
+        self.finish(content)
+        content.save(args.file)
         self.show(args.file)
 
     def _prune(self, args: argparse.Namespace) -> None:
-        held = self.kind.load(args.file)
-        held.prune(args.most)
-        held.save(args.file)
+        content = self.kind.load(args.file)
+        content.prune(args.most)
+        content.save(args.file)
         self.show(args.file)
 
     def _export(self, args: argparse.Namespace) -> None:
-        """Write a copy to share; raises FileExistsError for a file that is there."""
+        """Write a copy to share. Raises FileExistsError."""
         if args.copy.exists():
             raise FileExistsError(f"{args.copy} is there already. Name a new file.")
         print(f"{args.copy}: {self.kind.load(args.file).export(args.copy):,} bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions of `specdec-mlx memory`."""
     actions = Actions(
         Memory, _facts, lambda others: Memory(MOST_TOKENS), Memory.compact, "--max-tokens"
     )
@@ -104,23 +109,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do what was asked."""
     args.action(args)
     return 0
 
 
 def _build(args: argparse.Namespace) -> None:
-    """Build a memory, or read what changed into one that is there."""
     tokenizer = tokenizer_of(args.tokenizer)
     memory = Memory.load(args.out) if args.out.exists() else Memory(MOST_TOKENS)
     if args.max_tokens is not None:
         memory.prune(args.max_tokens)
-    found = memory.update(args.paths, tokenizer)
+    update = memory.update(args.paths, tokenizer)
     memory.compact()
     memory.save(args.out)
     print(
-        f"{args.out}: {len(memory):,} tokens. {found.read} files read, {found.unchanged} unchanged,"
-        f" {found.gone} gone, {found.skipped} skipped as no text."
+        f"{args.out}: {len(memory):,} tokens. {update.read} files read, "
+        f"{update.unchanged} unchanged, {update.gone} gone, {update.skipped} skipped as no text."
     )
 
 
@@ -134,6 +137,6 @@ def _facts(memory: Memory) -> dict[str, str]:
 
 
 def tokenizer_of(model: str) -> Any:
-    """The tokenizer of a model's folder or name; raises ModelFolderError."""
+    """The tokenizer of a model's folder or name. Raises ModelFolderError."""
     with explained(model):
         return load_tokenizer(model)

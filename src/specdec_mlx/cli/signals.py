@@ -1,6 +1,6 @@
-"""Signals to the server's command: it ends with exit code 0, whatever is imported at the moment.
+"""Signals to the server's command: the process ends with exit code 0, whatever it is importing.
 
-It is called before all else, so it imports nothing that takes a while.
+This is called before everything else, so that it imports nothing slow.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import signal
 
 
 def end_in_peace() -> None:
-    """Let signals end this process with code 0.
-
-    That holds until the server has its own handlers, and again while Python ends.
-    """
+    """Let signals end this process with code 0."""
+    # This counts until the server has its own handlers, and again while Python ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(0))
         atexit.register(signal.signal, number, signal.SIG_IGN)

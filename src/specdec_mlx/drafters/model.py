@@ -188,10 +188,41 @@ class ModelReader(DraftSource):
                 mx.async_eval(states_of(self.callers_cache))
         super().close(length)
 
-    def leave_cache(self, rollback: Rollback | None = None) -> None:
-        """Leave the caller's caches as they are; rollback: what it goes on from."""
-        self.callers_cache = None
-        self.rollback = rollback or self.rollback
+    def hand_over(self) -> Rollback:
+        """Its caches, to become a row, with what it had to read; it goes on counting alone."""
+        self.catch_up()
+        handed = self.rollback
+        self.rollback = Rollback([], handed.position, base=handed.base)
+        return handed
+
+    def take_back(self, rollback: Rollback) -> None:
+        """Leave the caller's caches as they are in `rollback`, and read nothing more."""
+        self.callers_cache, self.rollback = None, rollback
+
+    @property
+    def num_held(self) -> int:
+        """Positions in its row that count, those of earlier texts included."""
+        return self.rollback.end
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the text that were not read."""
+        return len(self.tokens) - self.rollback.position
+
+    def unread(self, count: int) -> tuple[list[int], None]:
+        """The next of these tokens [n]; a model has no states."""
+        most = vocab_size_of(self.model) - 1  # an id that the target alone has
+        start = self.rollback.position
+        return [min(token, most) for token in self.tokens[start : start + count]], None
+
+    def count_read(self, count: int) -> None:
+        """Count so many further positions of its row."""
+        self.rollback.advance(count)
+
+    def hold_draft(self, num_tokens: int) -> None:
+        """Count the text and so many tokens of a draft in its row."""
+        self.rollback.rewind_to(len(self.tokens))
+        self.rollback.advance(num_tokens)
 
 
 class ModelSource(ModelReader):

@@ -5,31 +5,22 @@ Each text has a row of the caches. The first one that asks in a round has a draf
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
-from specdec_mlx.caches import Rollback, states_of, wait_for
-from specdec_mlx.contracts import (
-    MOST_WAITING,
-    Draft,
-    DraftContext,
-    FeatureRows,
-    GoesOn,
-    Session,
-)
+from specdec_mlx.caches import Rollback, wait_for
+from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, FeatureRows, GoesOn, Session
 from specdec_mlx.drafters.drawing import ChainDraws, truncate
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.session import RecurrentSource
-from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSource
+from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter
 from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.exactness.probe import can_hold_rows
-from specdec_mlx.models.anatomy import vocab_size_of
 
 
 @dataclass
@@ -60,19 +51,20 @@ def passes_of(drafter: Any) -> DraftPasses | None:
     fresh = make_prompt_cache(model)
     may_share = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
     caches = BatchCaches.like(fresh) if may_share else None
-    passes = HeadPasses if is_head else ModelPasses
-    return None if caches is None else passes(model, caches)
+    return None if caches is None else DraftPasses(model, caches, is_head)
 
 
 @dataclass
-class DraftPasses(ABC):
+class DraftPasses:
     """Passes over several texts, each of which is a row of the caches.
 
-    sessions: of the rows, in order. joining: not yet rows.
+    is_head: the model is a head, which reads a state and the token after it. sessions: of the
+    rows, in order. joining: not yet rows.
     """
 
     model: Any
     caches: BatchCaches
+    is_head: bool
     sessions: list[SharedSession] = field(default_factory=list)
     joining: list[SharedSession] = field(default_factory=list)
 
@@ -81,19 +73,16 @@ class DraftPasses(ABC):
         self.update()
         if asked_by not in self.sessions:
             return
-        self.catch_up()
-        every, tokens = [session.alone.draws(limit) for session in self.sessions], None
+        self.read_ahead(MOST_PENDING)
+        made, tokens = self.read(self.num_unread()), list[mx.array]()
+        every = [session.alone.draws(limit) for session in self.sessions]
         for _ in range(limit):
-            logits = self.next_logits(tokens)
-            tokens = [draws.draw(row) for draws, row in zip(every, logits, strict=True)]
+            if tokens:
+                made = self.run(tokens, made)
+            tokens = [draws.draw(row) for draws, row in zip(every, self.logits(made), strict=True)]
             mx.async_eval(tokens)
         for session, draws in zip(self.sessions, every, strict=True):
             session.set_draft(draws)
-
-    def run(self, model: Any, texts: Sequence[Any]) -> list[mx.array]:
-        """One pass over these tokens of each text; what it makes of each one's last, [1, W]."""
-        made = self.caches.feed(model, texts)
-        return [made[row, len(text) - 1][None] for row, text in enumerate(texts)]
 
     def update(self) -> None:
         """Drop the texts that ended, let new ones in, go back to what was kept of the others."""
@@ -101,7 +90,7 @@ class DraftPasses(ABC):
         for session in waiting:
             if session.has_ended:
                 continue
-            if (alone := self.read_alone(session)) is None:
+            if (alone := session.source.hand_over()) is None:
                 self.joining.append(session)
             else:
                 self.caches.add(alone.caches, alone.end)
@@ -112,178 +101,79 @@ class DraftPasses(ABC):
         self.go_back()
 
     def go_back(self) -> None:
-        """Drop what no session counts to its text."""
-        self.caches.go_back([self.end_of(session) for session in self.sessions])
+        """Drop from the rows what their texts do not count."""
+        self.caches.go_back([session.source.num_held for session in self.sessions])
 
-    @abstractmethod
-    def next_logits(self, tokens: Any) -> Sequence[mx.array]:
-        """Logits [1, V] after a token of each text, or after the texts for None."""
+    def num_unread(self) -> list[int]:
+        """How much of each text could be read and was not."""
+        return [session.source.num_unread for session in self.sessions]
 
-    @abstractmethod
-    def catch_up(self) -> None:
-        """Read what was written while no draft was asked for, if it is much."""
-
-    @abstractmethod
-    def read_alone(self, session: SharedSession) -> Rollback | None:
-        """Caches with what a text read before it is a row; None where it cannot be a row yet."""
-
-    @abstractmethod
-    def end_of(self, session: SharedSession) -> int:
-        """Positions of a row that count."""
-
-    def see(self, session: SharedSession, features: FeatureRows) -> None:
-        """Take the target's rows of a text; by default its source does."""
-        session.source.see(features)
-
-    @abstractmethod
-    def observe(self, session: SharedSession, tokens: Sequence[int]) -> None:
-        """Take the tokens emitted."""
-
-    def leave(self, session: SharedSession, length: int) -> None:  # noqa: B027  # optional
-        """Take back what a text of `length` tokens needs of its row; by default nothing."""
-
-
-class ModelPasses(DraftPasses):
-    """A draft model's passes over several texts."""
-
-    def next_logits(self, tokens: Any) -> Sequence[mx.array]:
-        """Logits [1, V] after a token of each text, or after the texts for None."""
-        return self.run(self.model, self.pending() if tokens is None else tokens)
-
-    def pending(self) -> list[list[int]]:
-        """Each text's tokens that its row does not hold."""
-        most = vocab_size_of(self.model) - 1  # an id that the target alone has
-        return [
-            [min(token, most) for token in session.source.tokens[session.position :]]
-            for session in self.sessions
-        ]
-
-    def catch_up(self) -> None:
-        """Feed what was written while the model was not asked, but for its last tokens."""
-        step = min(session.source.context.prefill_step_size for session in self.sessions)
-        while max(map(len, pending := self.pending())) > MOST_PENDING:
-            self.run(self.model, [ids[: min(step, max(1, len(ids) - 1))] for ids in pending])
-            for session, ids in zip(self.sessions, pending, strict=True):
-                session.position += min(step, len(ids) - 1)
+    def read_ahead(self, most: int) -> None:
+        """Read all but the last of each text, in chunks, while more than `most` is unread."""
+        while max(unread := self.num_unread()) > most and min(unread) > 0:
+            step = min(session.source.context.prefill_step_size for session in self.sessions)
+            self.read([min(step, count - 1) for count in unread])
             self.go_back()
             wait_for(self.caches.caches)
 
-    def read_alone(self, session: SharedSession) -> Rollback:
-        """Caches with what is read before this is a row."""
-        source: ModelSource = session.source
-        source.catch_up()
-        session.position = source.rollback.position
-        session.base = source.rollback.end - session.position
-        return source.rollback
+    def read(self, counts: Sequence[int]) -> list[mx.array]:
+        """Read so much of each text; what the pass makes of the last of each.
 
-    def end_of(self, session: SharedSession) -> int:
-        """Positions of earlier texts and of this one."""
-        return session.base + session.position
+        A pass cannot leave a row out, so that one is fed where none is to be read.
+        """
+        sources = [session.source for session in self.sessions]
+        fed = [source.unread(max(1, count)) for source, count in zip(sources, counts, strict=True)]
+        made = self.run([ids for ids, _ in fed], [states for _, states in fed])
+        for source, count in zip(sources, counts, strict=True):
+            source.count_read(count)
+        return made
 
-    def observe(self, session: SharedSession, tokens: Sequence[int]) -> None:
-        """Keep what was accepted of a draft that was asked for; the rest goes with the next."""
-        text = session.source.tokens
-        accepted = len(tokens) - 1 if session.was_asked else 0
-        session.position = min(session.position, len(text) + accepted)
-        text += tokens
+    def run(self, ids: Sequence[Any], states: Sequence[Any]) -> list[mx.array]:
+        """One pass over ids [n] of each text, and a head's states [n, D].
+
+        Returns what it makes of the last of each, logits [1, V] or a head's states [1, D].
+        """
+        call = self.model
+        if self.is_head:
+            width = max(map(len, ids))
+            padded = [mx.pad(x, [(0, width - x.shape[0]), (0, 0)]) for x in states]
+            call = partial(call.forward, mx.stack(padded))
+        made = self.caches.feed(call, ids)
+        return [made[row, len(text) - 1][None] for row, text in enumerate(ids)]
+
+    def logits(self, made: list[mx.array]) -> Sequence[mx.array]:
+        """Logits [1, V] of each text, from what a pass made."""
+        if not self.is_head:
+            return made
+        return list(mx.split(self.model.logits(mx.concatenate(made)), len(made)))
+
+    def note(self) -> None:
+        """Read what a head was shown, if it is much: states take room."""
+        if self.is_head and max(self.num_unread(), default=0) * len(self.sessions) >= MOST_WAITING:
+            self.update()
+            self.read_ahead(1)
 
     def leave(self, session: SharedSession, length: int) -> None:
-        """Give the caller's caches what the row holds of the text; nothing more is read."""
-        source: ModelSource = session.source
-        caches, rollback = source.callers_cache, None
+        """Give a draft model's caches back to their caller, up to `length` tokens of the text."""
+        if self.is_head:
+            return
+        caches, held = session.source.callers_cache, session.source.rollback
         if session in self.sessions and caches is not None:
-            session.position = min(session.position, length)
+            held.rewind_to(length)
             self.go_back()
             fresh = make_prompt_cache(self.model)
             caches[:] = self.caches.extract(self.sessions.index(session), fresh)
-            rollback = Rollback(caches, session.position)
-        source.leave_cache(rollback)
-
-
-class HeadPasses(DraftPasses):
-    """A head's passes over several texts: over pairs of a state and the token after it.
-
-    states: of each text [n, D], for its next pass.
-    """
-
-    states: list[mx.array]
-
-    def next_logits(self, tokens: Any) -> Sequence[mx.array]:
-        """Logits of the states of its own steps; for None every complete pair is read."""
-        if tokens is None:
-            self.read(self.counts())
-        else:
-            self.states = self.run(self._forward, tokens)
-        return list(mx.split(self.model.logits(mx.concatenate(self.states)), len(self.states)))
-
-    def counts(self) -> list[int]:
-        """Pairs of each text that are complete, and not read."""
-        return [session.source.num_pending for session in self.sessions]
-
-    def read(self, counts: Sequence[int]) -> None:
-        """Read so many of the pairs of each text."""
-        pairs = [
-            session.source.take_pairs(count)
-            for session, count in zip(self.sessions, counts, strict=True)
-        ]
-        self.states = [states for states, _ in pairs]
-        self.states = self.run(self._forward, [tokens for _, tokens in pairs])
-
-    def _forward(self, ids: mx.array, cache: list[Any]) -> Any:
-        """States [rows, S, D] after `self.states` and ids [rows, S]."""
-        width = ids.shape[1]
-        padded = [mx.pad(x, [(0, width - x.shape[0]), (0, 0)]) for x in self.states]
-        return self.model.forward(mx.stack(padded), ids, cache)
-
-    def catch_up(self) -> None:
-        """Read all pairs but the last of each text, if they are many."""
-        if max(self.counts()) * len(self.sessions) < MOST_WAITING:
-            return
-        self.update()
-        counts = [count - 1 for count in self.counts()]
-        if min(counts, default=0) > 0:
-            self.read(counts)
-            mx.async_eval(states_of(self.caches.caches))
-
-    def read_alone(self, session: SharedSession) -> Rollback | None:
-        """Caches with all pairs but the last; None before the first token, and if there are few."""
-        source: RecurrentSource = session.source
-        if len(source.tokens) > source.num_prompt and source.num_pending > 0:
-            source.read_pairs(but=1)
-            if source.first.num_read:
-                return source.first.rollback
-        return None
-
-    def end_of(self, session: SharedSession) -> int:
-        """Pairs in its row."""
-        read: int = session.source.first.num_read
-        return read
-
-    def see(self, session: SharedSession, features: FeatureRows) -> None:
-        """Let the rows wait, and read them if they are many."""
-        if session in self.sessions:
-            session.source.take(features)
-            self.catch_up()
-        else:
-            session.source.see(features)
-
-    def observe(self, session: SharedSession, tokens: Sequence[int]) -> None:
-        """Take the tokens emitted, of which the first may make a row of the text."""
-        if session in self.sessions:
-            session.source.tokens += tokens
-            self.catch_up()
-        else:
-            session.source.observe(tokens)
+            held = Rollback(caches, held.position)
+        session.source.take_back(held)
 
 
 class SharedSession(Session):
     """One of several texts: its drafts come from a shared pass, once it is a row of that.
 
-    alone: its session, which drafts until then. position: tokens of the text in its row. base:
-    positions of earlier texts there. drawn: its draft of this round, which may not be asked for.
+    alone: its session, which drafts until then. drawn: its draft of this round, which may not be
+    asked for.
     """
 
-    base = position = 0
     has_ended = was_asked = False
     drawn: ChainDraws | None = None
 
@@ -311,13 +201,13 @@ class SharedSession(Session):
             return None
         if self.drawn is None:
             self.passes.draft(limit, self)
-        self.was_asked = self.drawn is not None
+        self.was_asked = True
         return self.drawn
 
     def set_draft(self, draws: ChainDraws) -> None:
         """Take the draft of this round; a model's row holds all but its last token."""
         self.drawn = draws
-        self.position = len(self.source.tokens) + len(draws) - 1
+        self.source.hold_draft(len(draws) - 1)
 
     @property
     def reads_target(self) -> bool:
@@ -326,12 +216,16 @@ class SharedSession(Session):
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions."""
-        self.passes.see(self, features)
+        self.source.see(features)
+        self.passes.note()
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Take the tokens emitted."""
-        self.passes.observe(self, tokens)
+        """Take the tokens emitted; of a draft that was not asked for nothing was verified."""
+        if not self.was_asked:
+            self.source.hold_draft(0)
+        self.source.observe(tokens)
         self.drawn, self.was_asked = None, False
+        self.passes.note()
 
     def close(self, length: int) -> None:
         """Leave the rows."""

@@ -77,6 +77,9 @@ class DraftSource(ABC):
     def end_draft(self) -> None:  # noqa: B027  # most hold nothing
         """Release what was held for the draft; by default nothing is."""
 
+    def hold_draft(self, num_tokens: int) -> None:  # noqa: B027  # optional
+        """Count so many tokens of a shared draft as read; by default none is."""
+
     @property
     def takes_trees(self) -> bool:
         """True if its drafts may fork; by default they may."""

@@ -1,4 +1,4 @@
-"""The target's states for a drafter: rows of kept positions, handed on in the text's order."""
+"""The target's states for drafters: rows of the accepted positions, in the order of the text."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 class FeatureFeed:
-    """The way of the target's states to sessions: each position of the text once, in order.
+    """Shows the target's states to sessions: each position of the text once, in order.
 
-    readers: sessions, each with what it wants. at_once: the prompt's states are computed there and
-    then, as on several ranks, since all may have to take part.
+    Attributes:
+        readers: sessions, each with the features that it wants.
+        at_once: compute the states of the prompt immediately. On several ranks all must take part.
     """
 
     def __init__(self, readers: Sequence[tuple[Session, Features]], target: Verifier) -> None:
@@ -39,10 +40,9 @@ class FeatureFeed:
 
     @classmethod
     def between(cls, drafter: Drafter, session: Session, target: Verifier) -> FeatureFeed | None:
-        """The way from a target to those of a session's parts that read it; None if none does.
+        """A feed from a target to the parts of a session that read it. None if no part does.
 
-        Raises DraftError for a session without `see`, UnreadableError for what the target does not
-        show.
+        Raises DraftError for a session without `see`, and UnreadableError.
         """
         readers = []
         by_key = {one.key: one for one in all_drafters(drafter)}
@@ -61,7 +61,8 @@ class FeatureFeed:
 
     @classmethod
     def of_nobody(cls, drafter: Drafter | None, target: Verifier) -> FeatureFeed | None:
-        """The feed where the sessions are on another rank: this one computes as much."""
+        """A feed that captures the states and shows them to nobody."""
+        # The readers are on another rank. All ranks must run the same graph.
         wishes = [wanted for part in all_drafters(drafter) if (wanted := part.features)]
         if not wishes:
             return None
@@ -69,24 +70,24 @@ class FeatureFeed:
         return cls([], target)
 
     def show_fed(self, start: int) -> None:
-        """Show what the latest `feed` computed; it began at position `start` of the text."""
+        """Show the states of the latest `feed`, which began at position `start`."""
         rows, num_rows = self._target.fed_features()
         if self.at_once:
             mx.eval(rows.layers, rows.head_input, rows.top_tokens)
         self._show(rows, num_rows, start, range(num_rows))
 
     def show_round(self, current: Round, outcome: Outcome, start: int) -> None:
-        """Show a round's rows: of the pending tokens, from position `start` on, and those kept."""
+        """Show a round's states: of the pending tokens from `start` on, and of accepted tokens."""
         rows = current.under_way.features
         assert rows is not None, "a tapped target brings features with every pass"
         num_pending = current.num_pending
-        kept = outcome.accepted[: len(outcome.tokens) - 1]
-        shown = [*range(num_pending), *(num_pending + node for node in kept)]
-        self._show(rows, current.under_way.num_fed, start, shown)
+        accepted = outcome.accepted[: len(outcome.tokens) - 1]
+        indices = [*range(num_pending), *(num_pending + node for node in accepted)]
+        self._show(rows, current.under_way.num_fed, start, indices)
         self._show_rejected(rows, current, outcome)
 
     def _show_rejected(self, rows: FeatureRows, current: Round, outcome: Outcome) -> None:
-        """Show the rows of draft tokens that were not kept to those that want them."""
+        """Show the states of rejected draft tokens to sessions that want them."""
         if not self._rejected_readers:
             return
         left = [node for node in range(current.num_drafted) if node not in outcome.accepted]
@@ -97,14 +98,15 @@ class FeatureFeed:
                 session.see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
     def _show(self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]) -> None:
-        """Show new rows from position `start` on, by ascending `indices` of those of the text."""
+        """Show the rows at these ascending indices. The first is position `start` of the text."""
+        # Positions that are fed again after a rejection were shown before.
         new = indices[max(0, self._num_shown - start) :]
         if new:
-            shown = rows if len(new) == num_rows else rows.rows(new)
-            # the target brings what it wants, and no more
+            new_rows = rows if len(new) == num_rows else rows.rows(new)
+            # A single reader wants exactly the features that the target captures.
             is_alone = len(self._readers) == 1
             for session, wanted in self._readers:
-                session.see(shown if is_alone else shown.only(wanted))
+                session.see(new_rows if is_alone else new_rows.only(wanted))
             self._num_shown = start + len(indices)
 
 

@@ -1,9 +1,8 @@
 """Does a pass over m positions give the logits of m single passes?
 
-`specdec_mlx.lab.probe` measures more of them, and tells.
-
-Lossless decoding stands on that. It is measured once for each loaded model: at its start, past its
-window, and across positions that its configuration names, once a text comes near them.
+Lossless decoding depends on it. It is measured once for each loaded model: at its start, past its
+window, and across positions that its configuration names, when a text comes near them.
+`specdec_mlx.lab.probe` measures more passes, and reports them.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ WIDTHS = (2, 5, 9)
 
 
 QUICK_WIDTHS = (5,)
-"""Width measured before the first draft on a model: in 7 passes where they are bitwise the same as
-single ones, else mostly in 8 to 10."""
+"""Width measured before the first draft on a model. It takes 7 passes if the logits are bitwise
+equal to the logits of single passes, else mostly 8 to 10."""
 
-NUM_TEXTS = 3  # that the probe measures at the start
+NUM_TEXTS = 3  # texts that the probe measures at the start
 
 
 CONTEXT = 12
@@ -52,7 +51,7 @@ CONTEXT = 12
 STEP = 2048
 
 
-MARGIN = 32  # positions before one at which a model may change, from which on that is measured
+MARGIN = 32  # positions before a possible change of the model at which it is measured
 
 
 BOUNDARY = re.compile(r"(?:max_position|attention_chunk|floor_scale)\w*'?[=:] ?(\d+)")
@@ -64,21 +63,23 @@ TREE = (-1, -1, 0, 0, 1, 2)
 
 
 TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT = (3, 7, 1), (5, 1, 3), (2, 1, 3)
-"""Of texts that are tried as rows of a batch: tokens before a pass, in it, and kept of those."""
+"""Three texts that are tried as rows: tokens before a pass, in it, and kept of the pass."""
 
 
 @dataclass(frozen=True)
 class WidthReport:
-    """Passes over `width` positions after `context` others, against single ones.
+    """Passes over `width` positions after `context` others, compared with single passes.
 
     Attributes:
+        width, context: numbers of positions.
         max_difference: of a logit.
         spread: standard deviation of the logits.
         argmax_flips: positions whose likeliest token differs.
         bitwise: all logits are equal.
-        alike: nearly all modules compute several rows bitwise as they compute each alone.
-        fault: the module where rows arrive that rounding does not explain, or "".
-        rounding: how far rounding alone moves a logit of single passes; 0 where not measured.
+        alike: nearly all modules compute several rows bitwise as they compute each row alone.
+        fault: name of the module at which a difference arrives that rounding does not explain, or
+            "".
+        rounding: how far rounding alone moves a logit of single passes. 0 if not measured.
     """
 
     width: int
@@ -99,9 +100,14 @@ class WidthReport:
 
 @dataclass(eq=False)
 class ProbePoint:
-    """A place to measure passes at, after `context` tokens and `shift` positions that caches claim.
+    """A position at which passes are measured.
 
-    start: first position that this tells of. exact: verdicts, by "a pass over a tree".
+    Attributes:
+        start: first position of the text that the measurement covers.
+        context: tokens fed before the pass.
+        shift: further positions that the caches claim to hold.
+        name: words for the warning.
+        exact: verdicts so far. The key is True for trees.
     """
 
     start: int
@@ -113,24 +119,29 @@ class ProbePoint:
 
 @PerModel
 def places_of(model: nn.Module) -> list[ProbePoint]:
-    """Where a loaded model may change, in order; its start is the first."""
+    """Probe points of a loaded model, in order of their starts."""
     windows = windows_of(model)
     short = min(CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS)))
-    # from which the widest pass does not go past the window
+    # With this context the widest pass stays within the window.
     places = [ProbePoint(0, short)]
     if windows:
         name = f" past its window of {max(windows)} tokens"
         places.append(ProbePoint(min(windows), max(windows) + 1, name=name))
-    named = [value for module in model.modules() for value in vars(module).values()]
-    texts = {repr(value) for value in named if is_dataclass(value)}
-    for boundary in {int(found) for text in texts for found in BOUNDARY.findall(text)}:
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    # Configurations are dataclasses that modules keep.
+    texts = {repr(value) for value in attributes if is_dataclass(value)}
+    for boundary in {int(number) for text in texts for number in BOUNDARY.findall(text)}:
         shift, name = max(0, boundary - 2 - short), f" around position {boundary}"
         places.append(ProbePoint(max(0, boundary - MARGIN), short, shift, name))
     return sorted(places, key=lambda place: place.start)
 
 
 def first_inexact(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
-    """Position that passes from this one on may not go beyond, or None: chains, trees."""
+    """First position at which a wide pass is not exact, or None.
+
+    Only the points that `position` comes near are measured. `on_trees` asks about passes over
+    trees.
+    """
     for place in places_of(model):
         if place.start > position + MARGIN:
             return None if on_trees else place.start
@@ -142,13 +153,13 @@ def first_inexact(model: nn.Module, position: int, *, on_trees: bool = False) ->
 
 
 def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
-    """True if passes over a tree, or a chain, give the logits of single positions."""
+    """True if passes over a chain, or a tree, give the logits of single positions."""
     try:
         if on_trees:
             report = tree_report(model, place.context, shift=place.shift)
             return report.exact and not chooses_blocks(model)
         report = _quick_report(model, place)
-    # positions by row, or those claimed, are more than all models take
+    # Not every model accepts a position for each row, or claimed positions.
     except Exception:
         if not (on_trees or place.shift):
             raise
@@ -166,7 +177,9 @@ def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
 
 
 def _quick_report(model: nn.Module, place: ProbePoint) -> WidthReport:
-    """Of one text; of more where rows are computed alike, and so a difference may be a fault."""
+    """A report on one text, or on more texts if a small difference may be a fault."""
+    # Rows that modules compute alike should not differ at all, so that one text does not settle a
+    # difference.
     for text in range(num_texts_at(place)):
         (report,), _ = compare(model, place, QUICK_WIDTHS, text)
         if report.bitwise or report.fault or not report.alike:
@@ -175,7 +188,9 @@ def _quick_report(model: nn.Module, place: ProbePoint) -> WidthReport:
 
 
 def num_texts_at(place: ProbePoint) -> int:
-    """Texts that are tried: one where each has to fill a window, or the caches claim positions."""
+    """Number of texts to try."""
+    # Away from the start a text must fill a window, which takes long, or the caches only claim
+    # positions.
     return 1 if place.start else NUM_TEXTS
 
 
@@ -185,13 +200,13 @@ def _warn(model: nn.Module, what: str) -> None:
 
 @PerModel
 def warn_of_chains(model: nn.Module) -> None:
-    """Say, once for each loaded model, that no tree is verified."""
+    """Warn, once for each loaded model, that trees are not verified."""
     _warn(model, " verifies no tree of drafts in one pass; chains are drafted, for the same text")
 
 
 @PerModel
 def can_hold_rows(model: nn.Module) -> bool:
-    """True if rows of several texts give the logits that each gives alone; a warning if not."""
+    """True if rows of several texts give the logits of each text alone. Warns if not."""
     rows = BatchCaches.like(make_prompt_cache(model))
     reason = "its caches cannot be held in rows"
     if rows is not None:
@@ -208,19 +223,19 @@ def can_hold_rows(model: nn.Module) -> bool:
 
 
 def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
-    """Feed three texts a padded pass, go back in each by another number, and feed one token."""
+    """Feed three texts in a padded pass, shorten each differently, and feed one more token."""
     texts: Any = _random_tokens(model, 16 * len(TEXT_LENGTHS)).reshape(-1, 16).tolist()
     about = list(zip(texts, TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT, strict=True))
     expected = []
-    for text, length, width, kept in about:
-        alone = _prefilled(model, mx.array(text[: length + kept]))
+    for text, length, width, num_kept in about:
+        alone = _prefilled(model, mx.array(text[: length + num_kept]))
         expected.append(model(mx.array([[text[length + width]]]), cache=alone)[0, -1])
         rows.add(_prefilled(model, mx.array(text[:length])), length)
     mx.eval(rows.feed(model, [text[start : start + width] for text, start, width, _ in about]))
-    ends = rows.go_back([length + kept for _, length, _, kept in about])
-    again = [  # what was lost of the text, and the token after it
-        [*text[end : length + kept], text[length + width]]
-        for end, (text, length, width, kept) in zip(ends, about, strict=True)
+    lengths = rows.go_back([length + num_kept for _, length, _, num_kept in about])
+    again = [  # the kept tokens that went with recurrent state, and the next token
+        [*text[end : length + num_kept], text[length + width]]
+        for end, (text, length, width, num_kept) in zip(lengths, about, strict=True)
     ]
     logits = rows.feed(model, again)
     last = mx.stack([logits[row, len(text) - 1] for row, text in enumerate(again)])
@@ -228,9 +243,9 @@ def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
 
 
 def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthReport:
-    """`TREE` after `context` tokens and one more, in one pass, against each of its paths alone.
+    """Compare one pass over `TREE`, after `context` + 1 tokens, with each of its paths alone.
 
-    shift: positions that the caches claim besides.
+    shift: further positions that the caches claim.
     """
     size = len(TREE)
     tokens = _random_tokens(model, context + 1 + size)
@@ -257,7 +272,7 @@ def _logits(model: nn.Module, tokens: mx.array, caches: list[Any]) -> mx.array:
 
 
 def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
-    """Caches that hold these tokens [n], and claim `shift` positions before them."""
+    """Caches that hold tokens [n] and claim `shift` positions before them."""
     caches = [with_offset_shift(cache, shift) for cache in make_prompt_cache(model)]
     for i in range(0, tokens.shape[0], STEP):
         model(tokens[None, i : i + STEP], cache=caches)
@@ -268,7 +283,7 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
 def compare(
     model: nn.Module, place: ProbePoint, widths: Sequence[int], text: int = 0
 ) -> tuple[list[WidthReport], SinglePasses]:
-    """One report for each width, of one text, and the single passes that wide ones stand for."""
+    """Reports of one text, one for each width, and the single passes that were compared."""
     longest, context, shift = max(widths), place.context, place.shift
     tokens = _random_tokens(model, context + longest, text)
 
@@ -291,31 +306,33 @@ def compare(
 
 
 def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
-    """True if rope modules turn several rows as one by one; not if by the length of the text."""
+    """True if rope modules rotate several rows as one row at a time."""
+    # Some ropes choose frequencies by the length of the text. A shifted cache shows that only here.
     differences = [mx.array(0.0)]
     for module in model.modules():
         if any(map(is_rope, type(module).__mro__)):
-            # as many or more
+            # at least as wide as any head of the model
             size = 2 * module._freqs.size if hasattr(module, "_freqs") else 1024
             rows = mx.ones((1, 1, width, size))
             single = [module(rows[:, :, :1], offset=start + i) for i in range(width)]
             difference = module(rows, offset=start) - mx.concatenate(single, axis=2)
             differences.append(mx.abs(difference).max())
-    # of an angle's float32
+    # An angle in float32 is coarser the further a text goes.
     return float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start
 
 
 def _report(passes: SinglePasses, wide: Run, width: int, context: int) -> WidthReport:
-    """Compare a wide pass with single ones, and look for a fault if they are not bitwise equal."""
+    """Compare a wide pass with single passes. If they are not bitwise equal, look for a fault."""
     report = _of_logits(wide(), passes.joined(width)[LOGITS][0], context)
     if report.bitwise:
         return report
     if group_of(passes.model) is not None:
-        # each rank has a part of the rows, and all have to run the same passes: logits decide
+        # Each rank has a part of the rows and would run other passes, so that only logits decide.
         is_right = is_rounding(passes.model, report.max_difference, report.spread)
         return replace(report, fault="" if is_right else "its logits")
     off = passes.off(wide, width)
-    # where rows are not alike, four modules of about ten in a layer show it, else attention alone
+    # If kernels treat several rows differently, about four of ten modules in a layer differ.
+    # Otherwise only attention does.
     num_off = sum(any(rows) for rows in off.values())
     report = replace(report, alike=5 * num_off < len(off))
     place = passes.fault(off)
@@ -325,7 +342,7 @@ def _report(passes: SinglePasses, wide: Run, width: int, context: int) -> WidthR
 
 
 def _of_logits(logits: mx.array, expected: mx.array, context: int) -> WidthReport:
-    """Compare logits [n, V]; those that are not finite do not count."""
+    """Compare logits [n, V]."""
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     flips = mx.argmax(logits, axis=-1) != mx.argmax(expected, axis=-1)
     return WidthReport(
@@ -339,11 +356,10 @@ def _of_logits(logits: mx.array, expected: mx.array, context: int) -> WidthRepor
 
 
 def _random_tokens(model: nn.Module, num_tokens: int, text: int = 0) -> mx.array:
-    """Token ids [n]."""
     vocab_size = anatomy_of(model).vocab_size
     return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(text))
 
 
 def windows_of(model: nn.Module) -> list[int]:
-    """Windows of the model's caches, but for those that keep everything."""
+    """Windows of the model's caches, without caches that keep everything."""
     return [window for cache in leaves_of(model) if (window := window_of(cache))]

@@ -48,8 +48,12 @@ UNKNOWN = -1
 class Recurrence(NamedTuple):
     """A function of mlx-lm with a parameter `state` that returns outputs and the new state.
 
-    sequences: parameters [B, S, ...] with a row for each position. idle: parameters that have to be
-    None. in_steps: several positions at once round otherwise than single.
+    Attributes:
+        function: the function.
+        parameters: names of its parameters.
+        sequences: parameters [B, S, ...] with a row for each position.
+        idle: parameters that must be None.
+        in_steps: several positions at once round differently from single positions.
     """
 
     function: Callable[..., tuple[mx.array, mx.array]]
@@ -58,22 +62,22 @@ class Recurrence(NamedTuple):
     idle: tuple[str, ...]
     in_steps: bool
 
-    def run(self, given: dict[str, Any], start: int, end: int) -> tuple[mx.array, mx.array]:
-        """Outputs and state after some of the positions, from the state given."""
-        return self.function(**given | {name: given[name][:, start:end] for name in self.sequences})
+    def run(self, arguments: dict[str, Any], start: int, end: int) -> tuple[mx.array, mx.array]:
+        """Outputs and state after positions `start` to `end`, from the state in `arguments`."""
+        return self.function(
+            **arguments | {name: arguments[name][:, start:end] for name in self.sequences}
+        )
 
-    def step_by_step(self, given: dict[str, Any]) -> tuple[mx.array, list[mx.array]]:
-        """Outputs of all positions, one at a time, and the state after each.
-
-        A mask [B, S] leaves a text's state as it was, as where that text has fewer tokens.
-        """
-        mask, outputs, states = given.get("mask"), [], []
-        given = {**given, **dict.fromkeys(self.idle)}
-        for i in range(given[self.sequences[0]].shape[1]):
-            output, state = self.run(given, i, i + 1)
+    def step_by_step(self, arguments: dict[str, Any]) -> tuple[mx.array, list[mx.array]]:
+        """Outputs of all positions, computed one at a time, and the state after each."""
+        mask, outputs, states = arguments.get("mask"), [], []
+        arguments = {**arguments, **dict.fromkeys(self.idle)}
+        for i in range(arguments[self.sequences[0]].shape[1]):
+            output, state = self.run(arguments, i, i + 1)
+            # A text of a batch that has fewer tokens keeps its state.
             if mask is not None:
-                state = mx.where(mask[:, i, None, None, None], state, given["state"])
-            given["state"] = state
+                state = mx.where(mask[:, i, None, None, None], state, arguments["state"])
+            arguments["state"] = state
             outputs.append(output)
             states.append(state)
         return mx.concatenate(outputs, axis=1), states
@@ -86,33 +90,34 @@ RECURRENCES = {
         ssm_update: (("hidden_states", "B", "C", "dt"), ("mask", "lengths"), True),
     }.items()
 }
-"""Those whose state after each position can be had."""
+"""Recurrences whose state after each position can be computed."""
 
 
 class _Update(NamedTuple):
-    """A call of a recurrence, and its states: after each step, or the last alone."""
+    """A call of a recurrence, and its states: after each step, or only after the last."""
 
     recurrence: Recurrence
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     states: list[mx.array]
 
     def after(self, num_positions: int, slot: mx.array) -> mx.array:
-        """The state after the first positions of the pass; `slot` is that after all of them."""
+        """The state after the first positions of the pass. `slot` is the state after all."""
         if self.recurrence.in_steps:
             return self.states[num_positions - 1]
-        return self.recurrence.run(self.given, 0, num_positions)[1]
+        return self.recurrence.run(self.arguments, 0, num_positions)[1]
 
     def fits(self, slot: mx.array, width: int) -> bool:
-        """True if a slot can hold the state of this call after a pass of this width."""
+        """True if this call filled the slot in a pass of this width."""
         return self.states[-1] is slot
 
 
 class _Convolution(NamedTuple):
-    """A call of a short convolution: rows [B, state + S, D] of its state and of the pass."""
+    """A call of a short convolution. `rows` [B, state + S, D] are its state and the pass."""
 
     rows: mx.array
 
     def after(self, num_positions: int, slot: mx.array) -> mx.array:
+        # A slice would keep the rows of the whole pass in memory.
         return mx.contiguous(self.rows[:, num_positions : num_positions + slot.shape[1]])
 
     def fits(self, slot: mx.array, width: int) -> bool:
@@ -123,7 +128,7 @@ _StateCall = _Update | _Convolution
 
 
 class KeptStates(Snapshot):
-    """The way back of one cache right after a pass of this width, by the call of each slot."""
+    """Way back of one cache right after a pass, by the call that filled each slot."""
 
     name = "choice of states"
 
@@ -131,11 +136,9 @@ class KeptStates(Snapshot):
         self.calls, self.width = calls, width
 
     def can_trim(self, cache: Any, back: int) -> bool:
-        """True for any position of the pass."""
         return back < self.width
 
     def trim(self, cache: Any, back: int) -> int:
-        """Put the states of an earlier position of the pass into the cache's slots."""
         self.width -= back
         for slot, call in enumerate(self.calls):
             cache[slot] = call.after(self.width, cache[slot])
@@ -146,7 +149,11 @@ class KeptStates(Snapshot):
 class RecurrentStates:
     """The calls of a model's passes that give the states after each position.
 
-    sources: index among all caches -> for each slot the number of a call. kinds: types of calls.
+    Attributes:
+        places: modules of mlx-lm, and names of recurrences in them.
+        convolutions: the model's short convolutions.
+        sources: index among all caches -> the number of the call that fills each slot.
+        kinds: types of the calls of a pass, in order.
     """
 
     places: list[tuple[ModuleType, str]]
@@ -157,12 +164,14 @@ class RecurrentStates:
     def run(
         self, run: Callable[[], mx.array], caches: Sequence[Any], width: int
     ) -> tuple[mx.array, dict[int, Strategy]]:
-        """Run a pass over `width` positions; logits, and ways back by cache, as measured."""
+        """Run a pass. Returns logits, and strategies by cache index, as measured."""
         if not all(type(caches[i]) is ArraysCache for i in self.sources):
             return run(), {}
         with _recording(self.places, self.convolutions) as calls:
             logits = run()
         ways: dict[int, Strategy] = {}
+        # Another sequence of calls than in the measured pass: the numbers in `sources` do not
+        # apply.
         if width <= MOST_POSITIONS and [type(call) for call in calls] == self.kinds:
             for index, numbers in self.sources.items():
                 chosen = [calls[number] for number in numbers]
@@ -177,27 +186,26 @@ class RecurrentStates:
 def _recording(
     places: list[tuple[ModuleType, str]], convolutions: list[nn.Module]
 ) -> Iterator[list[_StateCall]]:
-    """The calls of a pass that states can be had from, in order, and the steps of recurrences.
-
-    Calls with a mask are left out.
-    """
+    """Collect the calls of a pass that give states, and run recurrences step by step."""
     calls: list[_StateCall] = []
 
     def answer(function: Callable[..., Any], args: tuple[Any, ...], more: Any) -> Any:
         recurrence = RECURRENCES[function]
-        given = dict(zip(recurrence.parameters, args, strict=False)) | more
-        is_alone = all(given.get(name) is None for name in recurrence.idle)
-        if recurrence.in_steps and (is_alone or given.get("state") is not None):
-            output, states = recurrence.step_by_step(given)
+        arguments = dict(zip(recurrence.parameters, args, strict=False)) | more
+        # With a mask or lengths, several texts share the call, and one state cannot go back for one
+        # of them.
+        is_alone = all(arguments.get(name) is None for name in recurrence.idle)
+        if recurrence.in_steps and (is_alone or arguments.get("state") is not None):
+            output, states = recurrence.step_by_step(arguments)
         else:
             output, *states = function(*args, **more)
         if is_alone:
-            calls.append(_Update(recurrence, given, states))
+            calls.append(_Update(recurrence, arguments, states))
         return output, states[-1]
 
     def convolve(call: Call) -> None:
         module, rows, _ = call
-        # watchers are told of all modules that anybody watches
+        # A watcher gets the calls of all modules that anybody watches.
         if isinstance(module, nn.Conv1d):
             calls.append(_Convolution(rows))
 
@@ -209,7 +217,8 @@ def _recording(
 def recurrent_states_of(model: nn.Module) -> RecurrentStates | None:
     """The calls that a loaded model's recurrent states come from.
 
-    None if it has none, or some are not found: positions are then fed again.
+    None if the model has no recurrent state, or if a call is not found. Positions are then fed
+    again.
     """
     start = make_prompt_cache(model)
     recurrent = [i for i, c in enumerate(leaves(start)) if type(c) is ArraysCache]
@@ -225,9 +234,10 @@ def recurrent_states_of(model: nn.Module) -> RecurrentStates | None:
     with _recording(places, convolutions) as calls:
         model(tokens[:, NUM_BEFORE:], cache=start)
     slots = {i: list(c.cache) for i, c in enumerate(leaves(start)) if i in recurrent}
-    sources = {i: [_source(calls, slot) for slot in found] for i, found in slots.items()}
+    sources = {i: [_source(calls, slot) for slot in states] for i, states in slots.items()}
     if any(UNKNOWN in numbers for numbers in sources.values()):
         return None
+    # Trust the calls only if they give the states of single steps at every position.
     for num_kept in range(1, NUM_WATCHED + 1):
         model(tokens[:, NUM_BEFORE + num_kept - 1, None], cache=single)
         reached = list(leaves(single))
@@ -239,13 +249,13 @@ def recurrent_states_of(model: nn.Module) -> RecurrentStates | None:
 
 
 def in_steps(model: nn.Module, width: int) -> AbstractContextManager[Any]:
-    """Recurrences of a pass of this width in here go step by step, as those of a text alone do."""
+    """Run the recurrences of a wide pass step by step in this block, as for a single text."""
     states = recurrent_states_of(model) if width > 1 else None
     return nullcontext() if states is None else _recording(states.places, [])
 
 
 def ways_back(model: nn.Module) -> list[str]:
-    """How each cache that the model makes goes back after a short pass, nested ones resolved."""
+    """Names of the strategies for each cache after a short pass, nested caches resolved."""
     states = recurrent_states_of(model)
     chosen = {} if states is None else states.sources
     return [
@@ -255,7 +265,7 @@ def ways_back(model: nn.Module) -> list[str]:
 
 
 def _places(model: nn.Module) -> list[tuple[ModuleType, str]]:
-    """Where the files of a model's classes look recurrences up."""
+    """Modules of the model's classes, and names under which they look recurrences up."""
     names = {type(module).__module__ for module in model.modules()}
     files = [sys.modules[name] for name in sorted(names & sys.modules.keys())]
     return [
@@ -267,7 +277,7 @@ def _places(model: nn.Module) -> list[tuple[ModuleType, str]]:
 
 
 def _source(calls: Sequence[_StateCall], slot: mx.array | None) -> int:
-    """Number of the call that filled a slot of a cache in the measured pass, or UNKNOWN."""
+    """Number of the call that filled a slot in the measured pass, or UNKNOWN."""
     for i, call in enumerate(calls):
         if slot is None or not call.fits(slot, NUM_WATCHED):
             continue

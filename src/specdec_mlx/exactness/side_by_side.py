@@ -1,12 +1,12 @@
-"""A wide pass beside the single passes that it stands for, module by module.
+"""A wide pass next to the single passes that it replaces, module by module.
 
-Logits alone cannot tell a fault from rounding: each layer magnifies the rounding of the layers
-before it. So every module of the wide pass is handed the rows that it was handed in the single
+Logits cannot tell a fault from rounding, because each layer magnifies the rounding of the layers
+before it. So every module of the wide pass is called with the rows that it got in the single
 passes, and the rows that had arrived there are compared. No difference travels further than to the
-next module, and a fault in one layer shows as clearly in a model of 80 layers as in one of two.
+next module, and a fault in one layer shows as clearly in a model of 80 layers as in a model of two.
 
-The yardstick comes from single passes alone: they are run again with all that their modules are
-handed moved by a few last places, and no right wide pass is further off than they are.
+The yardstick comes from the single passes: they are run again with all inputs of their modules
+moved by a few last places. A correct wide pass is never further off than these passes are.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ States = dict[Place, mx.array]
 """The rows [1, n, D] that arrived at each place of a pass."""
 
 Hand = Callable[[Place, mx.array], mx.array]
-"""Decides what a module is handed instead of the rows that arrived at its place."""
+"""Returns the rows that a module gets in place of the rows that arrived at its place."""
 
 LOGITS: Place = (0, 0)
 
 SHAKEN_BY = 8.0
 """Last places between the most that a number is moved down, and up.
 
-A heuristic: right passes of 123 tiny architectures are off as if moved by 3 at most where they only
-multiply in another order, and by 7 where a model rounds to coarse steps of its own.
+A heuristic. Correct passes of 123 tiny architectures are off as if moved by at most 3 if they only
+multiply in another order, and by 7 if a model itself rounds to coarse steps.
 """
 
 LEAST = 4e-3
-"""Share of its size that no row counts as off by: angles far along a text are rounded to it."""
+"""Smallest relative difference of a row that counts. Angles far along a text are as coarse."""
 
 FEW = 2
-"""Single passes that are run again where a row is off by more; after that all are, twice."""
+"""Single passes that are run again at first. Rows that are still off take all passes, twice."""
 
-MASKED = 1e8  # numbers this large, and infinite ones, mask a token and are not compared
+MASKED = 1e8  # numbers this large mask a token and are not compared
 
 
 def arrivals(model: nn.Module, run: Run, hand: Hand | None = None) -> States:
-    """Run a pass and keep the rows that arrive at its modules, and its logits."""
+    """Run a pass. Returns the rows that arrive at its modules, and its logits."""
     num_calls, arrived = Counter[int](), States()
 
     def seen(module: nn.Module, states: Any) -> Any:
@@ -72,24 +72,24 @@ def arrivals(model: nn.Module, run: Run, hand: Hand | None = None) -> States:
         logits = run()
     arrived[LOGITS] = logits[None]
     mx.eval(arrived)
-    # others are no rows of positions
+    # Arrays with another number of rows have no row for each position.
     num_rows = logits.shape[0]
     return {place: s for place, s in arrived.items() if s.shape[1] == num_rows}
 
 
-def instead(given: States) -> Hand:
-    """Hand modules these rows where there are as many of them."""
+def instead(rows: States) -> Hand:
+    """Hand modules these rows in place of their own, if the shapes agree."""
 
     def hand(place: Place, states: mx.array) -> mx.array:
-        other = given.get(place, states)
+        other = rows.get(place, states)
         return other.astype(states.dtype) if other.shape == states.shape else states
 
     return hand
 
 
-def shaken(given: States, size: float, key: int) -> Hand:
-    """Move what is handed at random, each number by up to half of so many last places."""
-    hand, keys = instead(given), count(key << 20)
+def shaken(rows: States, size: float, key: int) -> Hand:
+    """Move the rows at random, each number by up to half of `size` last places."""
+    hand, keys = instead(rows), count(key << 20)
 
     def shake(place: Place, states: mx.array) -> mx.array:
         states = hand(place, states)
@@ -102,7 +102,7 @@ def shaken(given: States, size: float, key: int) -> Hand:
 
 
 def deviations(arrived: States, expected: States) -> dict[Place, list[float]]:
-    """How far each row is off, relative to its size, at the places that both have."""
+    """Relative difference of each row, at the places that both passes have."""
     off = {
         place: _relative(arrived[place][0], rows[0])
         for place, rows in expected.items()
@@ -113,7 +113,7 @@ def deviations(arrived: States, expected: States) -> dict[Place, list[float]]:
 
 
 def _relative(rows: mx.array, expected: mx.array) -> mx.array:
-    """[n]: root mean square of the difference of rows [n, D], by that of the expected rows."""
+    """[n] root mean square of the difference of rows [n, D], relative to the expected rows."""
     rows, expected = rows.astype(mx.float32), expected.astype(mx.float32)
     counts = mx.abs(expected) < MASKED
     difference = mx.where(counts, rows - expected, 0).square().mean(axis=-1)
@@ -123,7 +123,7 @@ def _relative(rows: mx.array, expected: mx.array) -> mx.array:
 
 
 def largest_difference(logits: mx.array, expected: mx.array) -> float:
-    """Of two arrays of logits; those that mask a token do not count."""
+    """Largest difference of two arrays of logits, without logits that mask a token."""
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     counts = mx.abs(expected) < MASKED
     return float(mx.where(counts, mx.abs(logits - expected), 0).max())
@@ -131,11 +131,12 @@ def largest_difference(logits: mx.array, expected: mx.array) -> float:
 
 @dataclass
 class SinglePasses:
-    """Single passes that wide ones are compared with.
+    """Single passes that wide passes are compared with.
 
     Attributes:
-        start: caches that they begin with.
-        alone: makes the passes from caches, which it copies; the last row of each counts.
+        model: the model.
+        start: caches at the beginning.
+        alone: makes the passes from caches, which it copies. The last row of each pass counts.
     """
 
     model: nn.Module
@@ -153,7 +154,7 @@ class SinglePasses:
         return [*self.alone(self.start), *self.alone(self.start)]
 
     def joined(self, number: int) -> States:
-        """The rows of the first passes, as one wide pass has them."""
+        """The rows of the first passes, in the layout of one wide pass."""
         first, *others = self.rows[:number]
         return {
             place: mx.concatenate([row[place][:, -1:] for row in (first, *others)], axis=1)
@@ -162,30 +163,33 @@ class SinglePasses:
         }
 
     def off(self, wide: Run, width: int) -> dict[Place, list[float]]:
-        """How far the rows of a wide pass are off that is handed those of the first passes."""
+        """Differences of a wide pass whose modules get the rows of the first passes."""
         expected = self.joined(width)
         return deviations(arrivals(self.model, wide, instead(expected)), expected)
 
     def fault(self, off: dict[Place, list[float]]) -> Place | None:
-        """The first place where rows are further off than rounding explains."""
+        """The first place whose rows differ by more than rounding explains."""
         num_off = {}
+        # Every further single pass costs time, so that they are run only for places that are still
+        # off.
         for number in (0, FEW, len(self.rows), 2 * len(self.rows)):
             num_off = {place: self._num_off(place, rows, number) for place, rows in off.items()}
             off = {place: rows for place, rows in off.items() if num_off[place]}
         for place, rows in off.items():
-            # rounding may choose another expert for a row, and experts read no cache
+            # Rounding may choose another expert for a few rows. Experts read no cache, so that this
+            # is no fault of the pass.
             if 2 * num_off[place] > len(rows) or place in self.readers:
                 return place
         return None
 
     def _num_off(self, place: Place, rows: list[float], number: int) -> int:
-        """Rows at a place that are off further than rounding brings so many single passes."""
+        """Number of rows at a place that are off by more than the shaken single passes."""
         by_rounding = [off.get(place, 0.0) for off in self._off_by_rounding(number)]
         most = max(LEAST, last_place(self.rows[0][place].dtype), *by_rounding)
         return sum(row > most for row in rows)
 
     def _off_by_rounding(self, number: int) -> list[dict[Place, float]]:
-        """How far single passes, in turn, are off if all that modules are handed is moved."""
+        """Differences of shaken single passes, by place."""
         for key in range(len(self._off), number):
             row = self.rows[key % len(self.rows)]
             hand = shaken(row, SHAKEN_BY, key)
@@ -196,7 +200,7 @@ class SinglePasses:
 
     @cached_property
     def readers(self) -> set[Place]:
-        """Places where other rows arrive if the caches are empty: masks and states decide there."""
+        """Places where other rows arrive if the caches are empty: behind masks and states."""
         run, *_ = self.alone(make_prompt_cache(self.model))
         row = self.rows[0]
         off = deviations(arrivals(self.model, run, instead(row)), row).items()

@@ -1,4 +1,4 @@
-"""What was written before, kept to draft from: an index of contexts, its bounds and its file."""
+"""Earlier texts to draft from: an index of contexts, its bounds and its file."""
 
 from specdec_mlx.memory.store import Memory
 

@@ -37,16 +37,23 @@ Integers = Int[np.ndarray, " n"]
 
 
 class Saving(Struct):
-    """What every file says of itself: its kind, and the id of the saving that wrote it."""
+    """The fields that every file has: its kind, and the id of the saving that wrote it."""
 
     kind: str
     id: str
 
 
 class FileHeader(Struct, kw_only=True, forbid_unknown_fields=True):
-    """FileHeader of a file of one kind; each kind adds fields.
+    """Header of a file of one kind. Each kind adds fields.
 
-    id, size, crc32: of the saving, bytes and checksum of the rest, filled in by `write_file`.
+    `write_file` fills in id, size and crc32.
+
+    Attributes:
+        kind: of the file.
+        id: of the saving.
+        size: bytes after the header.
+        crc32: checksum of these bytes.
+        tokenizer: fingerprint of the tokenizer, or None.
     """
 
     kind: str
@@ -61,33 +68,37 @@ S = TypeVar("S", bound=Struct)
 
 
 def check_folder_of(path: Path) -> None:
-    """Raise MemoryFileError for a file in a folder that is not there."""
+    """Raise MemoryFileError if a file's folder does not exist."""
     if not path.parent.is_dir():
         raise MemoryFileError(f"There is no folder {path.parent}. Make it, or give another file.")
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, PATH.lock beside it, against other processes."""
+    """Lock a file against other processes while the block runs, by PATH.lock."""
     check_folder_of(path)
     with FileLock(path.with_name(f"{path.name}.lock")):
         yield
 
 
 def write_file(path: Path, header: FileHeader, arrays: Sequence[Any]) -> str:
-    """Write a header and int32 arrays [n] whole or not, the lock held; the saving's id."""
+    """Write a header and int32 arrays [n], all or nothing. Returns the id of the saving.
+
+    Call with the lock of the file.
+    """
     content = b"".join(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays)
     identity = uuid.uuid4().hex
     sums = {"id": identity, "size": len(content), "crc32": zlib.crc32(content)}
-    # json, since a file name that is not UTF-8 is no text to msgspec
+    # `json` and not msgspec, which refuses file names that are not UTF-8
     text = json.dumps(msgspec.to_builtins(header) | sums).encode()
     front = MAGIC + len(text).to_bytes(8, "little") + text
-    # one process writes at a time, what was written is for its owner alone
+    # One name is enough because the lock allows one writer. Only the owner may read the texts.
     unfinished = path.with_name(f".{path.name}{UNFINISHED}")
     try:
         with open(unfinished, "wb", opener=partial(os.open, mode=0o600)) as file:
             file.write(front + b"\x00" * (-len(front) % ALIGNMENT) + content)
             file.flush()
+            # Without it a crash could leave the new name with old or missing content.
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     finally:
@@ -96,10 +107,10 @@ def write_file(path: Path, header: FileHeader, arrays: Sequence[Any]) -> str:
 
 
 def read_file(path: Path, kind: str, header_type: type[H]) -> tuple[H, Integers]:
-    """The header of a file and its integers; MemoryFileError for another kind of file."""
-    found, text, start = read_front(path)
-    if found.kind != kind:
-        raise other_kind(path, found.kind, kind)
+    """The header of a file and its integers. MemoryFileError for a wrong or damaged file."""
+    saving, text, start = read_front(path)
+    if saving.kind != kind:
+        raise other_kind(path, saving.kind, kind)
     header = _parsed(path, text, header_type)
     size = path.stat().st_size - start
     if size != header.size:
@@ -111,7 +122,6 @@ def read_file(path: Path, kind: str, header_type: type[H]) -> tuple[H, Integers]
 
 
 def other_kind(path: Path, got: str, expected: str) -> MemoryFileError:
-    """The error for a file of another kind."""
     return MemoryFileError(
         f"{path} holds {got!r}, expected {expected!r}. A memory of texts is for SuffixDrafter and "
         "--memory, a table of n-grams for NGramDrafter(table=...) and --drafter ngram:table=FILE."
@@ -119,14 +129,13 @@ def other_kind(path: Path, got: str, expected: str) -> MemoryFileError:
 
 
 def damaged(path: Path, what: str) -> MemoryFileError:
-    """The error for a damaged file."""
     return MemoryFileError(
         f"{path} is damaged: {what}. Delete it, or move it away, and build or fill a new one."
     )
 
 
 def read_front(path: Path) -> tuple[Saving, bytes, int]:
-    """The saving, the header's text, and where the rest begins; MemoryFileError if it is none."""
+    """The saving, the header's text, and the offset of the rest. Raises MemoryFileError."""
     if path.is_dir():
         raise MemoryFileError(f"{path} is a folder, expected the file of a memory.")
     if not path.exists():

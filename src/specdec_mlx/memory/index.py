@@ -1,7 +1,8 @@
 """Places in texts, sorted by the tokens before them.
 
-A place's key is the twelve tokens before it as one number, the nearest on top: one bisection finds
-the longest match, and around it shorter ones. Longer matches are measured on the text.
+The key of a place is one number made of the twelve tokens before it, the nearest on top. So one
+bisection finds the longest match, and shorter matches lie around it. Longer matches are measured on
+the text.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-SEPARATOR = -1  # stands between two texts, where a token id would stand
-BITS = 21  # bits of a token in a key; 0 stands for no token
+SEPARATOR = -1  # between two texts, in place of a token id
+BITS = 21  # bits of a token in a key; 0 is no token
 MAX_TOKEN = 2**BITS - 3  # largest token id
 KNOWN = 12  # tokens in a key
 NEAREST = BITS * (KNOWN - 1)  # shift of the nearest token in a key
 
-MAX_MATCH = 64  # tokens of the longest match that is measured: texts that agree so long go on so
-MOST_DEEP = 8  # places that are measured where whole keys agree, the latest; more change nothing
+MAX_MATCH = 64  # longest match that is measured; texts that agree for so long rarely part
+MOST_DEEP = 8  # latest places that are measured where complete keys agree; more change nothing
 
-# the length of a match, in tokens, and places that match so long
+# length of a match, in tokens, and the places that match for that length
 Ring = tuple[int, Sequence[int]]
 
 
 class Context(NamedTuple):
-    """The end of a text: the last 12 tokens as a `key`, up to 64 as `last`, nearest first."""
+    """The end of a text.
+
+    Attributes:
+        key: its last 12 tokens as a number.
+        last: its last tokens, at most 64, nearest first.
+    """
 
     key: int
     last: Sequence[int]
@@ -38,21 +44,24 @@ class Context(NamedTuple):
 
 
 class ContextIndex:
-    """Texts and their places, sorted by their keys, the latest of equal ones first.
+    """Texts and their places, sorted by key. Of places with equal keys the latest comes first.
 
-    ids: [n] token ids, `SEPARATOR` between texts. ends: [m] indices in `ids`, sorted by the tokens
-    of the same text before them; None sorts them.
+    Attributes:
+        ids: [n] token ids, with `SEPARATOR` between texts.
+        places: [m] indices in `ids`, sorted by the tokens of the same text before them. None sorts
+            them.
     """
 
-    def __init__(self, ids: Iterable[int], ends: Iterable[int] | None = None) -> None:
+    def __init__(self, ids: Iterable[int], places: Iterable[int] | None = None) -> None:
         self.ids = array("i", ids)
         keys = _keys(self.ids)
-        if ends is None:
+        if places is None:
+            # a stable sort keeps the latest place first among equal keys
             latest_first = range(len(self.ids) - 1, -1, -1)
-            places = [end for end in latest_first if self.ids[end] != SEPARATOR]
-            ends = sorted(places, key=keys.__getitem__)
-        self.ends = array("i", ends)
-        self._keys = [keys[end] for end in self.ends]
+            unsorted = [place for place in latest_first if self.ids[place] != SEPARATOR]
+            places = sorted(unsorted, key=keys.__getitem__)
+        self.places = array("i", places)
+        self._keys = [keys[place] for place in self.places]
 
     def __len__(self) -> int:
         """n, separators included."""
@@ -61,27 +70,34 @@ class ContextIndex:
     def nearest(
         self, context: Context, most: int, within: int, least: int = 1, fewer: int | None = None
     ) -> list[Ring]:
-        """Places with the longest matches of a context, longest first.
+        """Places with the longest matches of a context, the longest first.
 
-        most: how many; of more that match equally long, a sample in equal steps. within: by how
-        many tokens a match may be shorter than the longest. least: the shortest that counts. fewer:
-        how many that match shorter than the longest; None: as many as `most` leaves.
+        Args:
+            context: the end of a text.
+            most: most places. Of more places with one length, a sample at equal steps is taken.
+            within: tokens by which a match may be shorter than the longest match.
+            least: length of the shortest match that counts.
+            fewer: most places with matches shorter than the longest. None for the rest of `most`.
         """
         keys, (key, last) = self._keys, context
         if not keys:
             return []
         start = bisect_left(keys, key)
+        # The key with the longest common prefix is next to the insertion point. The top differing
+        # bit gives the number of equal tokens.
         difference = min([neighbour ^ key for neighbour in keys[max(0, start - 1) : start + 1]])
         longest = min(KNOWN - (difference.bit_length() + BITS - 1) // BITS, len(last))
         if longest < least:
             return []
         if longest == KNOWN:
             high = min(bisect_right(keys, key, start), start + MOST_DEEP)
-            return self._deepest(self.ends[start:high], last, within, least)
-        found: list[Ring] = []
+            return self._deepest(self.places[start:high], last, within, least)
+        rings: list[Ring] = []
         low = high = start
         for length in range(longest, max(least, longest - within) - 1, -1):
             inner_low, inner_high = low, high
+            # Keys that share their top `length` tokens are one range, which contains the range of
+            # the longer match.
             shift = BITS * (KNOWN - length)
             lower = key >> shift << shift
             low = bisect_left(keys, lower, 0, inner_low)
@@ -89,76 +105,77 @@ class ContextIndex:
             more = high - low - (inner_high - inner_low)
             if more and most > 0:
                 step = -(-more // most)
-                ring = self.ends[low:inner_low:step] + self.ends[inner_high:high:step]
-                found.append((length, ring[:most]))
+                ring = self.places[low:inner_low:step] + self.places[inner_high:high:step]
+                rings.append((length, ring[:most]))
                 most -= len(ring)
             if length == longest and fewer is not None:
                 most = min(most, fewer)
-        return found
+        return rings
 
     def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
-        """The tokens from a place on, at most `length`, to the end of its text."""
+        """At most `length` tokens from a place on, to the end of its text."""
         tokens = tuple(self.ids[place : place + length])
         return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
 
     def _deepest(
-        self, ends: Iterable[int], last: Sequence[int], within: int, least: int
+        self, places: Iterable[int], last: Sequence[int], within: int, least: int
     ) -> list[Ring]:
-        """Places whose keys are the context's, measured on the text, the longest match first."""
-        found: dict[int, list[int]] = {}
-        for end in ends:
-            found.setdefault(self._matched(end, last), []).append(end)
-        shortest = max(least, max(found) - within)
-        return sorted([ring for ring in found.items() if ring[0] >= shortest], reverse=True)
+        """Places whose keys equal the context's, with matches measured on the text."""
+        by_length: dict[int, list[int]] = {}
+        for place in places:
+            by_length.setdefault(self._matched(place, last), []).append(place)
+        shortest = max(least, max(by_length) - within)
+        return sorted([ring for ring in by_length.items() if ring[0] >= shortest], reverse=True)
 
-    def _matched(self, end: int, last: Sequence[int]) -> int:
-        """Number of tokens before `end` that equal the last ones, at least those of the key."""
-        ids, most = self.ids, min(end, len(last))
+    def _matched(self, place: int, last: Sequence[int]) -> int:
+        """Number of tokens before a place that equal the last tokens."""
+        ids, most = self.ids, min(place, len(last))
         length = min(KNOWN, most)
-        if ids[end - most : end - length] == array("i", last[length:most])[::-1]:
-            return most  # as in a text that is copied, and quicker than token by token
-        while length < most and ids[end - 1 - length] == last[length]:
+        if ids[place - most : place - length] == array("i", last[length:most])[::-1]:
+            return most  # one comparison for the common case of a copied text
+        while length < most and ids[place - 1 - length] == last[length]:
             length += 1
         return length
 
 
 def _keys(ids: Sequence[int]) -> list[int]:
-    """The keys before each of n tokens, and after the last one; [n + 1]."""
+    """Keys [n + 1] before each of n tokens, and after the last token."""
     return list(accumulate(ids, _later, initial=0))
 
 
 def _later(key: int, token: int) -> int:
-    """The key one token later; nothing stands before the beginning of a text."""
+    """The key one token later. It is 0 at the beginning of a text."""
     return 0 if token == SEPARATOR else (token + 1) << NEAREST | key >> BITS
 
 
 class GrowingIndex(ContextIndex):
-    """One text and its places; tokens are appended, and every place is found from then on."""
+    """One text and its places. Tokens are appended, and each becomes a place at once."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         super().__init__(tokens)
         self._key = Context.of(tokens).key
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Write on: what stood before each token is a place now."""
+        """Append tokens to the text."""
         for token in tokens:
-            # before its equals: the latest comes first
+            # to the left of equal keys, because the latest place comes first
             place = bisect_left(self._keys, self._key)
             self._keys.insert(place, self._key)
-            self.ends.insert(place, len(self.ids))
-            # as in the index, but no call
+            self.places.insert(place, len(self.ids))
+            # `_later` without a call: this runs for every token of a text
             self._key = (token + 1) << NEAREST | self._key >> BITS
             self.ids.append(token)
 
     def context(self, more: Sequence[int] = ()) -> Context:
-        """The end of the text, or of the text and `more` after it, which is not noted."""
+        """The end of the text, or of the text and `more`, which is not appended."""
         if more:
             return Context.of([*self.ids[-MAX_MATCH:], *more])
         return Context(self._key, self.ids[: -MAX_MATCH - 1 : -1])
 
     def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
-        """The `length` tokens from a place on, of the text and `more`, around and around."""
+        """`length` tokens of the text and `more` from a place on."""
         known = tuple(self.ids[place : place + length])
         if more:
             known = (*known, *more)[:length]
+        # A text that repeats itself is taken to go on repeating: start again at the place.
         return known if len(known) == length else (known * -(-length // len(known)))[:length]

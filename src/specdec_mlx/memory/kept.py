@@ -1,4 +1,4 @@
-"""What a file keeps: of one tokenizer, and saved by several processes."""
+"""Base of everything that is saved in one file, for one tokenizer, by several processes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ K = TypeVar("K", bound="KeptFile")
 
 
 class KeptFile(ABC):
-    """A memory of texts, or a table of counts; safe with many threads.
+    """A memory of texts, or a table of counts, with a file. Safe with many threads.
 
-    kind, header: of its files. what: its name in messages. tokenizer: fingerprint of the tokenizer
-    whose token ids these are; None: of the first that drafts from it. path: of its file.
-    refuses_others: raise for another tokenizer, as where a file was named, or what was made for
-    one.
+    Attributes:
+        kind, header: of its files.
+        what: its name in messages.
+        tokenizer: fingerprint of the tokenizer of its token ids. None until the first drafter.
+        path: of its file, or None.
+        refuses_others: raise for another tokenizer. Set once a file or tokenizer was named.
     """
 
     kind: ClassVar[str]
@@ -51,44 +53,44 @@ class KeptFile(ABC):
 
     @abstractmethod
     def empty(self: K) -> K:
-        """A new one with the same bounds, of no tokenizer yet."""
+        """A new object with the same bounds, for any tokenizer."""
 
     @abstractmethod
     def _content(self, in_public: bool) -> tuple[FileHeader, Sequence[Any]]:
-        """FileHeader and int32 arrays [n] of a file; in public without the names of files read."""
+        """Header and int32 arrays [n] for a file. In public without names of files."""
 
     @classmethod
     @abstractmethod
     def _of(cls: type[K], header: Any, data: Integers) -> K:
-        """What a file holds; raises ValueError for content that does not fit its header."""
+        """The object in a file. ValueError if the content does not fit the header."""
 
     @abstractmethod
     def _merge(self: K, other: K) -> None:
-        """Take over what another one holds."""
+        """Add the content of another object."""
 
     @abstractmethod
     def _take_over(self: K, saved: K, *, is_own: bool) -> None:
-        """Put the content of a file, its own or another one, before what this one has added."""
+        """Put the content of a file, its own or another, before the content added since."""
 
     @classmethod
     def load(cls: type[K], path: Path | str) -> K:
-        """Read a file; MemoryFileError for another kind, a damaged or later one."""
+        """Read a file. Raises MemoryFileError."""
         if not isinstance(path, Path | str):
             raise argument_error("path", path, "a path of a file")
         path = Path(path)
         header, data = file.read_file(path, cls.kind, cls.header)
         try:
-            kept = cls._of(header, data)
+            loaded = cls._of(header, data)
         except ValueError as error:
             raise file.damaged(path, f"its header does not fit its content ({error})") from error
-        kept.path, kept._saved_as, kept.refuses_others = path, header.id, True
-        return kept
+        loaded.path, loaded._saved_as, loaded.refuses_others = path, header.id, True
+        return loaded
 
     def of(self: K, context: DraftContext) -> K:
-        """The part of a target's tokenizer: itself for the first one, else one of no file.
+        """The object for a target's tokenizer: itself for the first, else another without a file.
 
-        Tokenizers that are unknown are told apart by the size of the vocabulary. Raises
-        TokenizerMismatchError for another one, where it `refuses_others`.
+        Unknown tokenizers are distinguished by the size of the vocabulary. Raises
+        TokenizerMismatchError for another tokenizer if it `refuses_others`.
         """
         if self.refuses_others:
             if context.tokenizer is not None:
@@ -98,48 +100,49 @@ class KeptFile(ABC):
         with self._lock:
             self.tokenizer = self.tokenizer or whose
             self._vocab_size = self._vocab_size or context.vocab_size
-            own: Any = self._vocab_size if whose is None else self.tokenizer
-            asked = whose or context.vocab_size
-            if asked in (None, own):
+            known: Any = self._vocab_size if whose is None else self.tokenizer
+            identity = whose or context.vocab_size
+            if identity in (None, known):
                 return self
             others: dict[Any, K] = self._others
-            if asked not in others:
-                others[asked] = self.empty()
+            if identity not in others:
+                others[identity] = self.empty()
                 if self.path is not None:
-                    told = "%s is left out: it has another tokenizer's token ids than this model."
-                    logging.getLogger(__name__).warning(told, self.path)
-            return others[asked]
+                    text = "%s is left out: it has another tokenizer's token ids than this model."
+                    logging.getLogger(__name__).warning(text, self.path)
+            return others[identity]
 
     def merge(self: K, other: K) -> None:
-        """Take over what another one holds; TokenizerMismatchError for another tokenizer's."""
+        """Add the content of another object. Raises TokenizerMismatchError."""
         if other.tokenizer is not None:
             self.check_tokenizer(other.tokenizer)
         self._merge(other)
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise TokenizerMismatchError unless it is of this tokenizer, or of none yet."""
-        found, self.refuses_others = fingerprint_of(tokenizer), True
+        """Raise TokenizerMismatchError for another tokenizer. The first one is accepted."""
+        theirs, self.refuses_others = fingerprint_of(tokenizer), True
         if self.tokenizer is None:
-            self.tokenizer = found
-        if self.tokenizer != found:
+            self.tokenizer = theirs
+        if self.tokenizer != theirs:
             raise TokenizerMismatchError(
                 f"The {self.what} {self.path or 'that was given'} holds token ids of tokenizer "
-                f"{self.tokenizer}, the target's is {found}. Give a {self.what} that was written "
-                "with this model's tokenizer, or make one: specdec-mlx memory build --tokenizer "
-                "MODEL FILES."
+                f"{self.tokenizer}, the target's is {theirs}. Give a {self.what} that was "
+                "written with this model's tokenizer, or make one: specdec-mlx memory build "
+                "--tokenizer MODEL FILES."
             )
 
     def save(self, path: Path | str | None = None) -> None:
-        """Replace the file; what other processes saved there meanwhile is merged first.
+        """Replace the file. Content that other processes saved meanwhile is merged first.
 
-        path: None: the one that it was loaded from, else ValueError. Raises MemoryFileError for a
-        file of another kind or tokenizer, or a damaged one.
+        path: None for the file that it was loaded from. Raises ValueError if there is none, and
+        MemoryFileError for a file of another kind or tokenizer, or a damaged file.
         """
         path = path or self.path
         if path is None:
             raise ValueError(f"This {self.what} was loaded from no file. Give save(path).")
         path = Path(path)
         with self._lock, locked(path):
+            # The id of the saving tells whether somebody else has written the file.
             if path.exists() and file.read_front(path)[0].id != self._saved_as:
                 saved = type(self).load(path)
                 if len({saved.tokenizer, self.tokenizer} - {None}) > 1:
@@ -153,36 +156,36 @@ class KeptFile(ABC):
             self.path = path
 
     def save_now_and_then(self) -> None:
-        """Save, if the file was named by its path and the latest saving is `SAVE_EVERY` ago."""
+        """Save if it was opened by path, and the latest saving is `SAVE_EVERY` ago."""
         if self.path is not None and time.monotonic() >= self._save_at:
             self._save_at = time.monotonic() + SAVE_EVERY
             self.save()
 
     def export(self, path: Path) -> int:
-        """Write a new file without the names of files that were read; returns its size, bytes."""
+        """Write a new file without the names of files that were read. Returns its bytes."""
         with self._lock, locked(path):
             file.write_file(path, *self._content(in_public=True))
         return path.stat().st_size
 
 
 def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
-    """Load a file, or make an empty one, once in a process; saved each minute and at the end.
+    """The object of a file, one for each process. It is saved every minute and at the end.
 
-    Raises MemoryFileError for another kind, a damaged file, and a folder that is not there.
+    The file may not exist yet. Raises MemoryFileError.
     """
     path = Path(path).expanduser().absolute()
     check_folder_of(path)
     with _opening:
-        found = _open.get(path)
-        if found is None:
-            found = kind.load(path) if path.exists() else make()
-            found.path, found._save_at = path, time.monotonic() + SAVE_EVERY
-            found.refuses_others = True
-            atexit.register(found.save)
-            _open[path] = found
-    if not isinstance(found, kind):
-        raise file.other_kind(path, found.kind, kind.kind)
-    return found
+        loaded = _open.get(path)
+        if loaded is None:
+            loaded = kind.load(path) if path.exists() else make()
+            loaded.path, loaded._save_at = path, time.monotonic() + SAVE_EVERY
+            loaded.refuses_others = True
+            atexit.register(loaded.save)
+            _open[path] = loaded
+    if not isinstance(loaded, kind):
+        raise file.other_kind(path, loaded.kind, kind.kind)
+    return loaded
 
 
 _open: dict[Path, KeptFile] = {}
@@ -194,15 +197,15 @@ PROBES = (
     "def f(x):\n    return {'a': [1, 22, 333], \"b\": x ** 2}  # ok?\n",
     "Two  spaces,\na new line\n\nand UPPER or CamelCase: a <b> & `c` = 3.14159e-10.",
 )
-"""Samples that any tokenizer can give back as they were."""
+"""Samples that any tokenizer can encode and decode without loss."""
 
 SAMPLES = (*PROBES, "naïve café – Zürich, 東京, Привет, 😀", "  two  spaces\tand\ttabs\n\n\n")
 
 
 def fingerprint_of(tokenizer: Any) -> str | None:
-    """Digest of a tokenizer's vocabulary and of how it encodes samples; equal in every process.
+    """Digest of a tokenizer's vocabulary and encoding, equal in every process.
 
-    A fingerprint, and None, are returned as they are. 0.1 s for 50,000 tokens, once for each.
+    A fingerprint, and None, are returned unchanged. It takes 0.1 s for 50,000 tokens, once.
     """
     if tokenizer is None or isinstance(tokenizer, str):
         return tokenizer

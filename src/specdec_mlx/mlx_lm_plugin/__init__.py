@@ -14,7 +14,7 @@ _INSTALLATION = "Speculation", "install", "patched", "uninstall"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name when it is first used: flags are read without MLX."""
+    # Flags are read without MLX, so that each module is imported at its first use.
     if name == "run_command":
         return _import_module("specdec_mlx.mlx_lm_plugin.commands").run_command
     if name in _INSTALLATION:

@@ -24,7 +24,7 @@ from specdec_mlx.mlx_lm_plugin.installation import Speculation, check_version, i
 from specdec_mlx.models.loading import explained, folder_of, load_on_ranks
 from specdec_mlx.sampling import Sampling
 
-COMMANDS = "generate", "chat", "benchmark"  # of mlx-lm, run with our flags
+COMMANDS = "generate", "chat", "benchmark"  # mlx-lm's commands that run with our flags
 
 
 class _Terminated(KeyboardInterrupt):
@@ -33,14 +33,12 @@ class _Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt in this block, and end the process if nobody caught it.
-
-    Only in the main thread, without another handler, and on one rank: several would not all end.
-    """
+    """Let SIGTERM raise KeyboardInterrupt in this block; end the process if nobody caught it."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise _Terminated
 
+    # Only the main thread can set handlers. On several ranks not all would end.
     is_main = threading.current_thread() is threading.main_thread()
     is_alone = mx.distributed.init().size() == 1
     if not (is_main and is_alone and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
@@ -56,7 +54,7 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 
 def run_command(name: str, arguments: Sequence[str]) -> None:
-    """Run mlx-lm's command of that name, one of `COMMANDS`; raises what it may raise."""
+    """Run mlx-lm's command of this name, one of `COMMANDS`."""
     check_version()
     with ExitStack() as stack:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
@@ -78,7 +76,7 @@ class Command:
         self.speculation, self.stack = Speculation(None), ExitStack()
 
     def run(self, arguments: Sequence[str]) -> None:
-        """Let mlx-lm's `main` run with our parser, and its calls speculate."""
+        """Run mlx-lm's `main` with our parser and speculation."""
         more = [add_grammar_arguments, add_sampling_arguments]
         more = [] if self.name == "benchmark" else more
         with self.stack, replaced_names(self.module, self._names()):
@@ -94,14 +92,14 @@ class Command:
             )
         drafter = None if flags.waits_for_target else flags.drafter()
         how = flags.num_draft_tokens, flags.rule, None, flags.grammar
-        # some always set MLX's own
+        # Commands without the flag always seed MLX.
         is_seeded = getattr(namespace, "seed", 0) is not None
         self.speculation = Speculation(drafter, *how, is_seeded=is_seeded)
         self.stack.callback(flags.save_memory)
         self.stack.enter_context(in_force(self.speculation))
 
     def _names(self) -> dict[str, Any]:
-        """Replacements for names of the module: what loads, and of `chat` what is said and read."""
+        """Replacements for names of mlx-lm's module: its loaders, and the interface of `chat`."""
         loaders = [name for name in ("load", "sharded_load") if hasattr(self.module, name)]
         names = {name: self._noting(getattr(self.module, name)) for name in loaders}
         if self.name == "generate" and mx.distributed.init().size() > 1:
@@ -111,7 +109,7 @@ class Command:
         return names
 
     def _noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """`load`, which also notes the tokenizer, and takes up the model's tuning."""
+        """`load`, which also notes the tokenizer and the model's tuning."""
 
         def loading(name: str, *args: Any, **kwargs: Any) -> Any:
             with explained(name):
@@ -119,10 +117,11 @@ class Command:
             self.speculation.tokenizer = loaded[1]
             if self.name != "benchmark":
                 self._choose_sampling(folder_of(name))
+            # Only now is the target there that such a drafter is made for.
             if self.flags.waits_for_target:
                 self.speculation.drafter = self.flags.drafter(loaded[0])
                 for part in all_drafters(self.speculation.drafter):
-                    # heads, and what learns on
+                    # only heads and learning drafters describe themselves
                     if line := part.describe():
                         print(f"Drafting with {line}", file=sys.stderr)
             if self.flags.keeps_tuning:
@@ -133,7 +132,7 @@ class Command:
         return loading
 
     def _choose_sampling(self, folder: Path) -> None:
-        """Take the sampling that a model's folder recommends where no flag gives any."""
+        """Take the sampling that a model's folder recommends, where no flag gives a value."""
         recommended, problems = recommended_sampling(folder)
         missing = [name for name in ARGUMENTS.values() if getattr(self.arguments, name) is None]
         used = {name: recommended[name] for name in missing if name in recommended}
@@ -144,12 +143,12 @@ class Command:
                 print(line, file=sys.stderr)
 
     def _sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """The sampler of `chat`, which has no flags of its own for two of the filters."""
+        """The sampler of `chat`, with two filters that `chat` lacks."""
         filters = {"top_k": self.arguments.top_k, "min_p": self.arguments.min_p}
         return make_sampler(*args, **filters, **kwargs)
 
     def _interface(self) -> Any:
-        """The interface of `chat`, with an end of the input, and lines after turns with --stats."""
+        """The interface of `chat`, which also ends at the end of input, and prints --stats."""
         command = self
 
         class Interface(self.module.ChatUI):  # type: ignore[misc, name-defined]
@@ -157,7 +156,7 @@ class Command:
                 try:
                     return str(super().prompt())
                 except EOFError:
-                    return "q"  # which leaves it
+                    return "q"  # leaves the chat
 
             def end_turn(self, response: Any) -> None:
                 super().end_turn(response)
@@ -167,20 +166,20 @@ class Command:
         return Interface
 
     def _close(self) -> None:
-        """Say what was drafted, below mlx-lm's closing lines; with --stats the whole account."""
+        """Print the account below mlx-lm's closing lines."""
         shows_lines = self.name == "generate" and self.arguments.verbose
         if shows_lines:
             print(closing_line(self.speculation))
         if self.name == "benchmark" and self.flags.stats:
             print(f"Last trial. {closing_line(self.speculation)}")
         if self.name != "chat" and self.flags.stats:
-            # nothing but the text on stdout
+            # stdout has the text only, for pipes
             is_bare = self.name == "generate" and not shows_lines
             print_account(self.speculation, sys.stderr if is_bare else sys.stdout)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the filters that a command lacks; without a flag a value is None, not a default."""
+    """Add the filters that a command lacks. The default None means that no flag was given."""
     for flag, kind in (("--top-k", int), ("--min-p", float)):
         if flag not in parser._option_string_actions:
             parser.add_argument(flag, type=kind, help=f"Sampling {flag[2:]}")
@@ -188,7 +187,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def closing_line(speculation: Speculation) -> str:
-    """Tokens per pass, accepted of drafted, and, if any were accepted, the measured speedup."""
+    """Tokens per pass, accepted and drafted tokens, and the measured speedup."""
     stats = speculation.stats
     if speculation.drafter is None or stats is None:
         return "Speculation: none"
@@ -201,7 +200,6 @@ def closing_line(speculation: Speculation) -> str:
 
 
 def print_account(speculation: Speculation, file: Any) -> None:
-    """The whole account of the latest generation."""
     stats = speculation.stats
     if stats is None or mx.distributed.init().rank() > 0:
         return

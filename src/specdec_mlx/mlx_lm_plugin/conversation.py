@@ -1,4 +1,4 @@
-"""What drafters may draw on besides a text: a prediction, and caches of the turns before."""
+"""Further sources for drafters: a predicted text, and the caches of earlier turns."""
 
 from __future__ import annotations
 
@@ -19,38 +19,37 @@ from specdec_mlx.models.loading import PerModel
 
 
 class Wrapper(Several):
-    """A drafter around another one, with its key, its parts and its demands on the target."""
+    """A drafter around another drafter. It has the key, parts and demands of that drafter."""
 
     drafter: Drafter
 
     @property
     def key(self) -> str:
-        """The wrapped drafter's."""
         return self.drafter.key
 
     @property
     def drafters(self) -> Sequence[Drafter]:  # type: ignore[override]
-        """The wrapped drafter."""
         return (self.drafter,)
 
 
 @dataclass(frozen=True)
 class Predicted(Wrapper):
-    """A look-up that may also copy from a text that the answer is expected to resemble."""
+    """A look-up that also copies from a text that the answer is expected to resemble."""
 
     drafter: PromptLookupDrafter
     prediction: Sequence[int]
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Begin after the prediction, found by the prompt's end before it, and the prompt."""
+        """Index the end of the prompt, the predicted text and the prompt."""
+        # With the end of the prompt in front of it, the beginning of the prediction is found first.
         end = prompt[-self.drafter.max_ngram :]
         return self.drafter.begin([*end, *self.prediction, *prompt], context)
 
 
 def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
-    """The drafter, after a look-up that may also copy from the prediction."""
-    several = drafter if isinstance(drafter, FirstOf) else FirstOf(drafter)
-    return type(several)(Predicted(PromptLookupDrafter(), prediction), *several.drafters)
+    """The drafter, behind a look-up that also copies from the prediction."""
+    combination = drafter if isinstance(drafter, FirstOf) else FirstOf(drafter)
+    return type(combination)(Predicted(PromptLookupDrafter(), prediction), *combination.drafters)
 
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
@@ -58,74 +57,78 @@ def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
     if isinstance(drafter, Several):
         changed: Drafter = drafter.with_each(lambda part: keeping_caches(part, store))
         return changed
-    return Kept(drafter, store) if isinstance(drafter, ModelDrafter) else drafter
+    return CachedModelDrafter(drafter, store) if isinstance(drafter, ModelDrafter) else drafter
 
 
 _loaded: PerModel[object] = PerModel(lambda model: object())
 
 
 @dataclass(frozen=True)
-class Kept(Wrapper):
-    """A draft model with the target's tokenizer, its caches kept in mlx-lm's `LRUPromptCache`."""
+class CachedModelDrafter(Wrapper):
+    """A draft model whose caches are kept in mlx-lm's `LRUPromptCache`.
+
+    It has the target's tokenizer.
+    """
 
     drafter: ModelDrafter
     store: Any
 
     @property
     def place(self) -> tuple[str, object]:
-        """Name of the loaded model in the store, which no other one gets."""
+        """Key in the store of this loaded model."""
         return "draft model", _loaded(self.drafter.model)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Begin after the prompt, of which the caches that are found hold a part."""
+        """Begin with the caches in the store that hold the longest part of the prompt."""
         if context.draft_cache is not None or self.drafter.shared_with(context) is not None:
             return self.drafter.begin(prompt, context)
         caches, rest = self.store.fetch_nearest_cache(self.place, list(prompt))
         if caches is None:
             caches = make_prompt_cache(self.drafter.model)
-        held = list(prompt[: len(prompt) - len(rest)])
-        own = replace(context, draft_cache=caches, num_unseen=0)
-        session: Any = self.drafter.begin(rest, own)
-        return KeptSession(self, session, held, caches)
+        cached = list(prompt[: len(prompt) - len(rest)])
+        draft_context = replace(context, draft_cache=caches, num_unseen=0)
+        session: Any = self.drafter.begin(rest, draft_context)
+        return CachedModelSession(self, session, cached, caches)
 
 
 @dataclass(eq=False)
-class KeptSession(Session):
-    """A draft model's session around the one that drafts, which stores the caches at its end.
+class CachedModelSession(Session):
+    """Passes everything on to a draft model's session, and stores the caches at the end.
 
-    held: tokens of the prompt that the caches held at the beginning.
+    Attributes:
+        drafter: the drafter of this session.
+        session: the session that drafts.
+        cached: tokens of the prompt that the caches held at the beginning.
+        caches: the draft model's caches.
     """
 
-    kept: Kept
+    drafter: CachedModelDrafter
     session: Any  # its source is a `ModelReader`
-    held: list[int]
+    cached: list[int]
     caches: list[Any]
 
     def parts(self, key: str) -> Sequence[tuple[str, Session]]:
-        """The session that drafts."""
         return [(key, self.session)]
 
     def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
-        """The session that drafts is asked."""
         return [[(key, self.session)]]
 
     def propose(self, limit: int) -> Draft:
-        """Its draft."""
         draft: Draft = self.session.propose(limit)
         return draft
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Tell it."""
         self.session.observe(tokens)
 
     def close(self, length: int) -> None:
-        """Store the caches as far as the model has read."""
-        session, length = self.session, length - len(self.held)
+        """Store the caches up to the last token that the draft model has read."""
+        session, length = self.session, length - len(self.cached)
         if isinstance(session, SharedSession):
             session.close(length)
         read = session.source.rollback
+        # Caches that cannot go back are not worth keeping.
         with suppress(CacheRollbackError):
             read.rewind_to(length)
             if read.position > 0:
-                tokens = [*self.held, *session.source.tokens[: read.position]]
-                self.kept.store.insert_cache(self.kept.place, tokens, self.caches)
+                tokens = [*self.cached, *session.source.tokens[: read.position]]
+                self.drafter.store.insert_cache(self.drafter.place, tokens, self.caches)

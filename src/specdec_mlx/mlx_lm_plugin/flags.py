@@ -1,9 +1,10 @@
 """Our flags on mlx-lm's own parsers.
 
-Every command of mlx-lm makes an `argparse.ArgumentParser`. Under the name `argparse` its module is
-given a parser that adds our flags and takes their values out again, so that all of mlx-lm's stay.
+Every command of mlx-lm makes an `argparse.ArgumentParser`. Its module gets, under the name
+`argparse`, a parser that adds our flags and takes their values out again, so that all of mlx-lm's
+flags stay.
 
-MLX is imported once the values are used: `--help` and a wrong flag are answered without it.
+MLX is imported when the values are used. `--help` and a wrong flag are answered without it.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ if TYPE_CHECKING:
     from specdec_mlx.memory.store import Memory
 
 LEARNERS = "specdec_mlx.learners"  # entry points; `online` is what --online makes of a model
-EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
+EVERYBODY, USER, KEY = "all", "user", "key"  # who shares a memory of a server
 
 
 def default_choice() -> DrafterChoice:
-    """The choice where no flag names a drafter or a draft model."""
+    """The choice without a flag for a drafter or a draft model."""
     from specdec_mlx.drafters.choosing.choice import DrafterChoice
 
     return DrafterChoice()
@@ -62,7 +63,13 @@ def default_choice() -> DrafterChoice:
 
 @dataclass(frozen=True)
 class Flags:
-    """Values of our flags. choice: of --drafter and --draft-model. memory: a file, or "process"."""
+    """Values of our flags.
+
+    Attributes:
+        choice: of --drafter and --draft-model.
+        memory: path of a file, or "process".
+        memory_for: who shares a memory of a server.
+    """
 
     choice: DrafterChoice = field(default_factory=default_choice)
     num_draft_tokens: int | str = "auto"
@@ -76,34 +83,34 @@ class Flags:
 
     @property
     def waits_for_target(self) -> bool:
-        """True if the draft model cannot be made before the target is there."""
+        """True if the draft model is made from the target."""
         return self.online or self.choice.waits_for_target
 
     def drafter(self, target: nn.Module | None = None) -> Drafter | None:
-        """The drafter for a target; None for plain decoding."""
+        """The drafter for a target. None for plain decoding."""
         return self.drafting.resolve(target)
 
     @cached_property
     def drafting(self) -> DrafterChoice:
-        """The choice with the memory, and with what learns on."""
+        """The choice, with the memory and a learning drafter."""
         learner = learners()(self.choice.model).drafter if self.online else None
         return replace(self.choice, memory=self.remembered, learner=learner)
 
     @cached_property
     def remembered(self) -> Memory | None:
-        """The memory of all drafters, None for none; raises MemoryFileError."""
+        """The memory that all drafters share, or None. Raises MemoryFileError."""
         from specdec_mlx.memory.store import as_memory
 
         return as_memory(self.memory) if self.memory_for == EVERYBODY else None
 
     def save_memory(self) -> None:
-        """Write the memory to its file, if it has one; raises MemoryFileError and OSError."""
+        """Write the memory to its file. Raises MemoryFileError and OSError."""
         if self.memory not in (None, PROCESS) and self.remembered is not None:
             self.remembered.save()
 
 
 def learners() -> Any:
-    """The class that `--online` makes of a draft model; raises MissingPackageError without it."""
+    """The class behind `--online`. Raises MissingPackageError."""
     entry = installed(LEARNERS, "learner").get("online")
     if entry is None:
         raise MissingPackageError(
@@ -114,8 +121,9 @@ def learners() -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add our flags. The parser may have `--draft-model`; its `--num-draft-tokens` is replaced."""
+    """Add our flags. `--num-draft-tokens` replaces mlx-lm's flag."""
     taken = parser._option_string_actions
+    # argparse raises on a flag that exists unless told to replace it.
     parser.conflict_handler = "resolve"
     drafters = sorted(registered_names(DRAFTER_GROUP, NO_DRAFTER))
     rules = registered_names(RULE_GROUP, *RULES)
@@ -170,7 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the structure of the text, each of which makes its `grammar`."""
+    """Add the flags for the structure of the text."""
     group = parser.add_argument_group("structured output (needs the extra `grammar`)")
     only = group.add_mutually_exclusive_group()
     for kind, metavar, words in (
@@ -187,16 +195,16 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def grammar_of(kind: str, given: str) -> Grammar:
-    """The grammar of a pattern, or of what stands in a file; ValueError for none."""
+def grammar_of(kind: str, source: str) -> Grammar:
+    """The grammar of a pattern, or of a file. Raises ValueError."""
     from specdec_mlx.drafters.grammar import Grammar
 
     make: Callable[[str], Grammar] = getattr(Grammar, kind)
-    return make(given if kind == "regex" else read_text(existing_file(given)))
+    return make(source if kind == "regex" else read_text(existing_file(source)))
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:
-    """Our flags out of the arguments; ValueError and OSError for what cannot be done."""
+    """Our flags out of the arguments. Raises ValueError and OSError."""
     from specdec_mlx.drafters.choosing.choice import choice_of
 
     check_numbers(namespace)
@@ -214,6 +222,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     )
     if flags.online:
         learners().check(flags.choice.model)
+    # mlx-lm would load it once more.
     namespace.draft_model = None
     return flags
 
@@ -233,7 +242,7 @@ COUNTS = (
 
 
 def check_numbers(namespace: argparse.Namespace) -> None:
-    """Raise ValueError for a number that a generation cannot have; --max-tokens -1 is no limit."""
+    """Raise ValueError for an impossible number. --max-tokens may be -1, for no limit."""
     for flag in COUNTS.split():
         value = getattr(namespace, flag.replace("-", "_"), None)
         unlimited = flag == "max-tokens"
@@ -243,12 +252,12 @@ def check_numbers(namespace: argparse.Namespace) -> None:
 
 
 def check_values(namespace: argparse.Namespace) -> None:
-    """Raise ValueError for a sampling, or options of a rule, that there cannot be."""
+    """Raise ValueError for an impossible sampling, or wrong options of a rule."""
     from specdec_mlx.rules import make_rule
     from specdec_mlx.sampling import Sampling
 
-    given = {name: getattr(namespace, name, None) for name in vars(Sampling())}
-    Sampling(**{name: value for name, value in given.items() if value is not None})
+    sampling = {name: getattr(namespace, name, None) for name in vars(Sampling())}
+    Sampling(**{name: value for name, value in sampling.items() if value is not None})
     try:
         make_rule(namespace.rule)
     except ValueError as error:
@@ -256,7 +265,7 @@ def check_values(namespace: argparse.Namespace) -> None:
 
 
 def check_files(namespace: argparse.Namespace) -> None:
-    """Raise FileNotFoundError for a prompt cache or an adapter that is not there."""
+    """Raise FileNotFoundError for a prompt cache or an adapter that does not exist."""
     check_adapter(getattr(namespace, "adapter_path", None))
     cache = getattr(namespace, "prompt_cache_file", None)
     if cache is not None and not Path(cache).is_file():
@@ -267,7 +276,7 @@ def check_files(namespace: argparse.Namespace) -> None:
 
 
 def check_adapter(folder: str | None) -> None:
-    """Raise FileNotFoundError for a folder that holds no adapter; None is no adapter."""
+    """Raise FileNotFoundError for a folder without an adapter. None is no adapter."""
     if folder is not None and not (Path(folder) / "adapter_config.json").is_file():
         raise FileNotFoundError(
             f"Adapter {folder} is no folder with an adapter_config.json. mlx_lm.lora makes one."
@@ -291,8 +300,10 @@ def run_main(module: Any, arguments: Sequence[str], on_flags: OnFlags, *more: Ad
 def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
     """A stand-in for the module `argparse` whose parsers take our flags.
 
-    on_flags: called with arguments and flags before `main` goes on; its ValueError or OSError ends
-    the command as a wrong argument. more: adds further flags of a command.
+    Args:
+        on_flags: called with arguments and flags before `main` goes on. Its ValueError or OSError
+            ends the command as a wrong argument does.
+        more: functions that add further flags.
     """
 
     class WithFlags(Parser):
@@ -316,7 +327,7 @@ def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
 
 @contextmanager
 def replaced_names(module: Any, names: dict[str, Any]) -> Iterator[None]:
-    """Bind names of a module to other objects, and restore them exactly."""
+    """Replace names of a module in this block."""
     before = {name: getattr(module, name) for name in names}
     vars(module).update(names)
     try:

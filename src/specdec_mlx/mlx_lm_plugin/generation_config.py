@@ -12,11 +12,11 @@ from specdec_mlx.sampling import Sampling
 
 FILE = "generation_config.json"
 ARGUMENTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-"""Arguments of `Sampling` by the names that the file has for them."""
+"""Names in the file -> arguments of `Sampling`."""
 
 
 def recommended_sampling(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Arguments of `Sampling` that a model's folder recommends, and a warning for each wrong value.
+    """Arguments of `Sampling` that a model's folder recommends, and warnings of wrong values.
 
     `do_sample: false` is greedy decoding. `do_sample: true` without a temperature is temperature 1.
     """
@@ -50,7 +50,8 @@ def recommended_sampling(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _checked(argument: str, value: Any) -> Any:
-    """A value that `Sampling` takes for an argument; raises ValueError for any other value."""
+    """A value that `Sampling` takes for this argument. Raises ValueError."""
+    # JSON files of some models have 50.0 for top_k.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     kinds = (int,) if argument == "top_k" else (int, float)

@@ -38,36 +38,36 @@ from specdec_mlx.sampling import Noise
 from specdec_mlx.stats.account import SpeculationStats
 
 OLDEST, NEXT = "0.31.3", "0.33"
-"""mlx-lm is known from the one version on, up to the other."""
+"""Known versions of mlx-lm: from OLDEST on, and before NEXT."""
 
 INSTALL = f"pip install 'mlx-lm>={OLDEST},<{NEXT}'"
 NAMES = "generate_step", "speculative_generate_step"
 BATCH_OPTIONS = {"sampler", "stream", "prefill_step_size", "completion_batch_size"}
-"""Options that a batch of ours takes; with others mlx-lm's own writes it."""
-# in the package a function has its name
+"""Options that our batches take. With any other option mlx-lm's own function writes the batch."""
+# By name, because the attribute `mlx_lm.generate` is the function.
 STEPS: Any = importlib.import_module("mlx_lm.generate")
 
 
 def check_version() -> None:
-    """Raise MlxLmVersionError for an mlx-lm that is too old, or a later one with other functions.
+    """Raise MlxLmVersionError for an mlx-lm that is too old, or whose functions have changed.
 
-    A later one whose functions are as they are known is warned of.
+    Warns of a newer mlx-lm whose functions are unchanged.
     """
-    found = mlx_lm.__version__
-    if _numbers(found) < _numbers(OLDEST):
+    installed = mlx_lm.__version__
+    if _numbers(installed) < _numbers(OLDEST):
         raise MlxLmVersionError(
-            f"mlx-lm {found} is older than {OLDEST}, the first one that specdec_mlx knows how to "
+            f"mlx-lm {installed} is older than {OLDEST}, the first version that specdec_mlx can "
             f"extend. {INSTALL}; or call specdec_mlx.generate, which replaces nothing."
         )
-    if _numbers(found) >= _numbers(NEXT):
+    if _numbers(installed) >= _numbers(NEXT):
         for name in NAMES:
             check_parameters(name)
-        _warn_of(found)
+        _warn_of(installed)
 
 
 @functools.cache
 def _warn_of(version: str) -> None:
-    """Say once that this version is newer than those that are known."""
+    """Warn, once, that this version is newer than the known versions."""
     logging.getLogger(__name__).warning(
         f"mlx-lm {version} is newer than the versions that specdec_mlx was tested with, which are "
         f"below {NEXT}. Its functions are as they were, so this goes on."
@@ -79,7 +79,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def check_parameters(name: str) -> None:
-    """Raise MlxLmVersionError if one of mlx-lm's steps takes what is not known here."""
+    """Raise MlxLmVersionError if a step of mlx-lm takes unknown parameters."""
     ours = {"model", "prompt", "draft_model", "num_draft_tokens"}
     ours |= {field.name for field in fields(Options)}
     step = getattr(STEPS, name, None)
@@ -93,7 +93,7 @@ def check_parameters(name: str) -> None:
 
 
 def check_step(name: str) -> None:
-    """Raise MlxLmVersionError unless the function to replace is mlx-lm's own, as we know it."""
+    """Raise MlxLmVersionError unless the function to replace is mlx-lm's own and is known."""
     check_version()
     step = getattr(STEPS, name)
     if (owner := getattr(step, "__module__", None)) != STEPS.__name__:
@@ -105,11 +105,13 @@ def check_step(name: str) -> None:
 
 @dataclass(eq=False)
 class Speculation:
-    """How mlx-lm's calls speculate while this is in force, and the account of the latest one.
+    """How mlx-lm's calls speculate while this is in force, and the account of the latest call.
 
-    drafter, num_draft_tokens, rule, tokenizer: as in `speculate`. grammar: of each text, for which
-    the tokenizer must be known, or None. stats: of the latest generation, None before the first.
-    is_seeded: MLX's global state, which `mx.random.seed` sets, is taken for the caller's seed.
+    Attributes:
+        drafter, num_draft_tokens, rule, tokenizer: as in `speculate`.
+        grammar: of each text, or None. It needs the tokenizer.
+        stats: of the latest generation. None before the first.
+        is_seeded: MLX's global state, which `mx.random.seed` sets, is the caller's seed.
     """
 
     drafter: Drafter | None
@@ -130,7 +132,7 @@ class Speculation:
         logits_processors: Sequence[LogitsProcessor] | None = None,
         **options: Any,
     ) -> Iterator[Any]:
-        """Tokens, log-probabilities and, of 3 fields, is it drafted; drafters see earlier turns."""
+        """Tokens, log-probabilities and, with 3 fields, whether each token was drafted."""
         processors = list(logits_processors or ())
         if self.grammar is not None:
             processors.append(GrammarProcessor(self.grammar, self.tokenizer))
@@ -152,10 +154,10 @@ class Speculation:
                 _latest.drafted = logprobs if token.from_draft else None
                 yield (token.token, logprobs, token.from_draft)[:num_fields]
 
-    def batch(self, given: dict[str, Any]) -> Any:
-        """A batch's response; the account is of its last text."""
+    def batch(self, arguments: dict[str, Any]) -> Any:
+        """The response to a batch. The account is of its last text."""
         response = batch_generate(
-            **given,
+            **arguments,
             drafter=self.drafter,
             num_draft_tokens=self.num_draft_tokens,
             rule=self.rule,
@@ -165,31 +167,32 @@ class Speculation:
         return response
 
     def new_seed(self) -> int | None:
-        """The next seed of MLX's global state; None where that is not the caller's."""
+        """The next seed from MLX's global state. None if that is not the caller's."""
         return Noise.from_global_state().seed if self.is_seeded else None
 
 
 class GenerationResponse(STEPS.GenerationResponse):  # type: ignore[misc]
-    """mlx-lm's response, which knows an accepted draft where no draft model was given, too."""
+    """mlx-lm's response with the right `from_draft`, also without a draft model."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
         drafted = getattr(_latest, "drafted", None)
+        # mlx-lm passes only the log-probabilities on, so that the array identifies the token.
         self.from_draft |= drafted is not None and self.logprobs is drafted
 
 
-# drafted: log-probabilities of the token handed out last in this thread, if it was drafted
+# `drafted`: log-probabilities of this thread's latest token, if it was drafted
 _latest = threading.local()
 _lock = threading.RLock()
 _stack: list[Speculation] = []  # in force, the latest last
 _steps: dict[str, tuple[Any, Any]] = {}  # mlx-lm's own and ours, by name
-_installed = ExitStack()  # what `uninstall` undoes
-_by_install: list[Speculation] = []  # that of `install`
+_installed = ExitStack()  # undone by `uninstall`
+_by_install: list[Speculation] = []  # the speculation of `install`, if any
 
 
 @contextmanager
 def in_force(speculation: Speculation) -> Iterator[Speculation]:
-    """Like `patched`, for a speculation that was made before."""
+    """Like `patched`, for a given speculation."""
     with _lock:
         if not _stack:
             _replace()
@@ -215,17 +218,17 @@ def _replace() -> None:
 
 
 def _put(name: str, old: Any, new: Any) -> None:
-    """Replace a function in each module but ours that has it by its name, a class in mlx-lm's."""
+    """Replace a function in each module that has it by its name, except in ours."""
     modules = sys.modules if inspect.isfunction(old) else {STEPS.__name__: STEPS}
     for key, module in list(modules.items()):
-        # not what others put over it
+        # Leave a function that somebody else has put there.
         is_there = getattr(module, "__dict__", {}).get(name) is old
         if is_there and not key.startswith("specdec_mlx"):
             setattr(module, name, new)
 
 
 def _stepping(original: Any) -> Any:
-    """One of mlx-lm's steps, with the drafter in force, or any in the place of a draft model."""
+    """A step of mlx-lm that speculates. A draft model replaces the drafter in force."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -245,25 +248,25 @@ def _stepping(original: Any) -> Any:
 
 
 def _batching(original: Any) -> Any:
-    """mlx-lm's batch, as one of ours where that takes all arguments."""
+    """mlx-lm's batch function, which uses ours if ours takes all arguments."""
     signature, known = inspect.signature(original), inspect.signature(batch_generate)
 
     @functools.wraps(original)
     def batch(*args: Any, **kwargs: Any) -> Any:
         speculation = next(reversed(_stack), None)
-        given = signature.bind(*args, **kwargs).arguments
-        more = given.pop("kwargs", {})
-        more.pop("prefill_batch_size", None)  # changes no text
-        is_known = not more.keys() - BATCH_OPTIONS and not given.keys() - known.parameters
+        arguments = signature.bind(*args, **kwargs).arguments
+        more = arguments.pop("kwargs", {})
+        more.pop("prefill_batch_size", None)  # has no effect on the texts
+        is_known = not more.keys() - BATCH_OPTIONS and not arguments.keys() - known.parameters
         if speculation is None or speculation.drafter is None or not is_known:
             return original(*args, **kwargs)
-        return speculation.batch(given | more)
+        return speculation.batch(arguments | more)
 
     return batch
 
 
 def _can_draft(options: dict[str, Any]) -> bool:
-    """True if there is a text to draft from, and nothing that mlx-lm refuses itself."""
+    """True if there is a text to draft from, and nothing that mlx-lm itself refuses."""
     if options.get("input_embeddings") is None:
         return True
     is_supported = STEPS.does_model_support_input_embeddings(options["model"])
@@ -271,15 +274,15 @@ def _can_draft(options: dict[str, Any]) -> bool:
 
 
 def install(drafter: AnyDrafter = DEFAULT_DRAFTER, **options: Any) -> Speculation:
-    """Let mlx-lm's own calls speculate, in the whole process, until `uninstall`.
+    """Let mlx-lm's own calls speculate in this process until `uninstall`.
 
-    A call's own `draft_model=` counts instead, and takes what `drafter` takes, with
-    `num_draft_tokens=` as the draft length. It also takes `history=`, the tokens that a program
-    read into `prompt_cache` itself. A second `install` replaces the first. After `mx.random.seed` a
-    call has one text, as with a `seed` of ours.
+    A call's own `draft_model=` has priority. It takes the same values as `drafter`, and
+    `num_draft_tokens=` is then the draft length. A call also takes `history=`, the tokens that a
+    program read into `prompt_cache` itself. A second `install` replaces the first. After
+    `mx.random.seed`, a call generates one text, as with our `seed`.
 
     Args:
-        drafter: as in `generate`; a trained head is given as `load_head` makes it.
+        drafter: as in `generate`. A trained head is the object that `load_head` returns.
         options: num_draft_tokens, rule and tokenizer, see `Speculation`.
 
     Returns:
@@ -288,7 +291,7 @@ def install(drafter: AnyDrafter = DEFAULT_DRAFTER, **options: Any) -> Speculatio
     Raises:
         MlxLmVersionError: this mlx-lm cannot be extended.
         UnknownNameError: no drafter, draft length or rule has this name.
-        ValueError: options that they do not take.
+        ValueError: the drafter or rule does not take these options.
     """
     block = patched(drafter, **options)
     with _lock:
@@ -301,7 +304,7 @@ def install(drafter: AnyDrafter = DEFAULT_DRAFTER, **options: Any) -> Speculatio
 
 @atexit.register
 def uninstall() -> None:
-    """Undo `install`; without one, do nothing. mlx-lm is then exactly as it was."""
+    """Undo `install`, if it was called. mlx-lm is then exactly as before."""
     with _lock:
         if any(speculation.stats is None for speculation in _by_install):
             _say_unseen()
@@ -311,7 +314,7 @@ def uninstall() -> None:
 
 @functools.cache
 def _say_unseen() -> None:
-    """Say once that mlx-lm's calls were not made, or not where they could be replaced."""
+    """Log, once, that no call of mlx-lm was seen."""
     logging.getLogger(__name__).warning(
         "specdec_mlx.install() was in force, and no generation was seen: this program has a loop "
         "of its own, or took mlx-lm's generate_step before by another name. See docs/cookbook.md."
@@ -328,7 +331,8 @@ def patched(
 ) -> Iterator[Speculation]:
     """Let mlx-lm's own calls speculate inside the `with` block; arguments as for `install`.
 
-    Blocks may be nested, and overlap in threads: the one entered last counts for new generations.
+    Blocks may be nested, and may overlap in threads. The block entered last counts for new
+    generations.
     """
     make_draft_length(num_draft_tokens)  # to raise now rather than at the first token
     make_rule(rule)

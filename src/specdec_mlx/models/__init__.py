@@ -1,1 +1,1 @@
-"""Loading models, and what is known of a loaded model."""
+"""Loaded models: how they are loaded, and the parts that they are made of."""

@@ -1,12 +1,12 @@
-"""Seeing a model at work during one pass, with nothing of mlx-lm edited or copied.
+"""Watching a model during one pass, without editing or copying mlx-lm.
 
-While a pass is built the watched modules are instances of a subclass that reports calls, and
-functions that a model's file looks up are replaced. A context variable says who started the pass,
-so that other generations do not see it. The last pass to end puts everything back.
+While a pass is built, the watched modules are instances of a subclass that reports calls, and
+functions that a model's file looks up are replaced. A context variable identifies the pass, so that
+other generations do not see it. The last pass to end restores everything.
 
-One pass is watched for the parts of a model, which is never computed: they and their sizes are read
-off modules and shapes. The *head* is the last module that turns states into logits; its input is
-the state after the final norm. `StateReader` reads what a drafter wants of a target's passes.
+One pass, which is never computed, is watched to find the parts of a model and their sizes. The
+*head* is the last module that turns states into logits, and its input is the state after the final
+norm. `StateReader` reads the states that a drafter wants.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ V = TypeVar("V")
 
 
 Call = tuple[nn.Module, Any, Any]
-"""A call of a module: the module, its first argument, what it returned."""
+"""A call of a module: the module, its first argument, and its result."""
 
 
 Function = Callable[..., Any]
@@ -51,14 +51,14 @@ Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 _watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar("watchers", default=())
 _handing: ContextVar[Callable[[nn.Module, Any], Any] | None] = ContextVar("handing", default=None)
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
-"""Those of the pass that is being built in this thread."""
+"""Watchers, hand and answer of the pass that this thread builds."""
 
 
 _lock = Lock()
 
 
 _num_passes: Counter[Hashable] = Counter()
-"""Key of what is swapped -> passes under way that need it so."""
+"""Key of a swapped module or function -> number of passes that need it swapped."""
 
 
 @contextmanager
@@ -69,11 +69,12 @@ def _swapped(
     variable: ContextVar[V],
     value: V,
 ) -> Iterator[None]:
-    """Swap what no other pass has swapped, and put back in the end what no other pass needs.
+    """Swap things that no other pass has swapped, and restore those that no other pass needs.
 
-    The context variable has the value in here.
+    In the block the context variable has the value.
     """
     with _lock:
+        # Threads share the modules: the first pass swaps, and the last one restores.
         swap([thing for key, thing in things.items() if key not in _num_passes])
         _num_passes.update(things.keys())
     token = variable.set(value)
@@ -91,7 +92,7 @@ def _swapped(
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Give a context variable a value in here."""
+    """Set a context variable for a block."""
     token = variable.set(value)
     try:
         yield
@@ -102,7 +103,7 @@ def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
 def watching(
     modules: Iterable[nn.Module], watcher: Callable[[Call], object]
 ) -> AbstractContextManager[None]:
-    """Tell `watcher` of every call of these modules made in here, `as_linear` included."""
+    """Call `watcher` for every call of these modules in the block, `as_linear` included."""
     by_id: dict[Any, nn.Module] = {id(module): module for module in modules}
     watchers = *_watchers.get(), watcher
     return _swapped(by_id, _report, _stop_reporting, _watchers, watchers)
@@ -111,7 +112,7 @@ def watching(
 def handing(
     modules: Iterable[nn.Module], hand: Callable[[nn.Module, Any], Any]
 ) -> AbstractContextManager[None]:
-    """Give these modules what `hand(module, first argument)` returns, in every call in here."""
+    """Pass these modules `hand(module, first argument)` in place of their first argument."""
     by_id: dict[Any, nn.Module] = {id(module): module for module in modules}
     return _swapped(by_id, _report, _stop_reporting, _handing, hand)
 
@@ -122,6 +123,8 @@ _set = object.__setattr__  # past MLX's setter, which looks for parameters
 def _report(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         kind: Any = type(module)
+        # Python looks `__call__` up on the class, so that replacing it on the instance has no
+        # effect.
         _set(module, "__class__", _reporting(kind))
 
 
@@ -131,7 +134,7 @@ def _stop_reporting(modules: Iterable[nn.Module]) -> None:
 
 
 def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
-    """Change a module's own class for good, whether a pass is watching it or not."""
+    """Change a module's own class for good, whether a pass is watching the module or not."""
     with _lock:
         kind: Any = type(module)
         is_watched = id(module) in _num_passes
@@ -142,7 +145,7 @@ def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
 @cache
 def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
     def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)  # other threads read what a module's call takes
+        @wraps(method)  # other code reads the signature of a module's call
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             hand = _handing.get()
             if hand is not None and args:
@@ -162,7 +165,7 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
 def replacing(
     places: Iterable[tuple[ModuleType, str]], answer: Answer
 ) -> AbstractContextManager[None]:
-    """Have `answer` called instead of functions in here; places: files, and names in them."""
+    """Call `answer` in place of functions in the block. `places` are modules and names."""
 
     def replace(places: Iterable[tuple[ModuleType, str]]) -> None:
         for place in places:
@@ -186,7 +189,7 @@ def _answered(function: Function) -> Function:
 
 
 NUM_WATCHED = 7
-"""Positions of the watched pass; no other axis, such as streams side by side, is as long."""
+"""Positions of the watched pass. A prime that no other axis has, such as parallel streams."""
 
 
 class Tap(NamedTuple):
@@ -196,13 +199,13 @@ class Tap(NamedTuple):
     axis: int
 
     def rows(self, states: mx.array, text: int | None = None) -> mx.array:
-        """[n, D]: a row for each position; streams side by side are one after the other in it.
+        """[n, D] one row for each position. Parallel streams follow each other in a row.
 
-        text: which of several, whose axis is the one before.
+        text: index of a text among several, whose axis is the one before.
         """
         if text is not None:
             states = mx.take(states, mx.array([text]), axis=self.axis - 1)
-        # the usual layout, in one operation
+        # the usual layout needs one operation
         if self.axis == 1 and states.shape[0] == 1:
             return states.reshape(states.shape[1], -1)
         return mx.moveaxis(states, self.axis, 0).reshape(states.shape[self.axis], -1)
@@ -210,7 +213,12 @@ class Tap(NamedTuple):
 
 @dataclass(frozen=True)
 class LastCache:
-    """One of a model's caches: its place among all, nested ones counted, and a key's width."""
+    """One of a model's caches.
+
+    Attributes:
+        index: among all caches, with nested ones counted.
+        width: of a key.
+    """
 
     index: int
     width: int
@@ -218,12 +226,17 @@ class LastCache:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a model. They are its modules, and never the model itself, which may end.
+    """The parts of a model. They are modules of the model, and do not keep the model alive.
 
-    head: the tap of its input, or why there is none. norm: makes the head's input. width,
-    dtype: of that. embedding: the first module that makes states of ids. layers: of each
-    decoder layer the tap, or why there is none. last_caches: kind of attention -> the last cache
-    that it fills.
+    Attributes:
+        vocab_size: V.
+        head: tap of the head's input, or the reason why there is no head.
+        norm: makes the head's input, or None.
+        width, dtype: of the head's input.
+        embedding: the first module that makes states of ids, or None.
+        layers: tap of each decoder layer's output, or the reason why there is none.
+        last_caches: kind of attention -> the last cache that it fills.
+        modules: weak references to all modules.
     """
 
     vocab_size: int
@@ -237,30 +250,29 @@ class Anatomy:
     modules: Sequence[ref[nn.Module]]
 
     def fits(self, model: nn.Module) -> bool:
-        """True until a module is replaced, as by adapters, or by quantizing in place."""
+        """True until a module is replaced, as by adapters or by quantizing in place."""
         return [*map(id, model.modules())] == [id(known()) for known in self.modules]
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.layers)
 
     def embed(self, tokens: mx.array) -> Any:
-        """States [..., n, D] of ids [..., n], without a factor; of a model with an embedding."""
+        """Embeddings [..., n, D] of ids [..., n], before any scaling."""
         assert self.embedding is not None
         return self.embedding(tokens)
 
     def logits(self, states: mx.array) -> Any:
-        """Logits [..., V] of the head's input [..., D], without a cap."""
+        """Logits [..., V] of the head's input [..., D], before any soft cap."""
         head = self.head_tap().module
         return getattr(head, "as_linear", head)(states)
 
     def head_tap(self) -> Tap:
-        """Where the head's input is read; UnreadableError if there is no head."""
+        """Tap of the head's input. Raises UnreadableError."""
         return _readable("The input of this target's head", self.head)
 
     def layer_tap(self, index: int) -> Tap:
-        """Where a layer's output is read; UnreadableError if it cannot be."""
+        """Tap of a layer's output. Raises UnreadableError."""
         name = f"Layer {index} of this target"
         if not 0 <= index < len(self.layers):
             raise UnreadableError(
@@ -271,7 +283,7 @@ class Anatomy:
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
-    """The parts of a loaded model, kept with it and watched anew when modules were replaced."""
+    """The parts of a loaded model, found again after modules were replaced."""
     anatomy = _known(model)
     if not anatomy.fits(model):
         anatomy = _watch(model)
@@ -288,13 +300,14 @@ def _watch(model: nn.Module) -> Anatomy:
     vocab_size = logits.shape[-1]
     head: Tap | str = "no module makes its logits out of states"
     states = logits
-    # the last: around adapters, before logits are scaled
-    for module, given, made in calls:
-        axis = _axis_of_positions(given)
+    # The last such call is the head: an adapter wraps the layer inside it, and a scale of logits
+    # has equal shapes.
+    for module, argument, made in calls:
+        axis = _axis_of_positions(argument)
         if axis is None or not _is(made, mx.floating):
             continue
-        if (*given.shape[:-1], vocab_size) == made.shape != given.shape:
-            head, states = Tap(module, axis), given
+        if (*argument.shape[:-1], vocab_size) == made.shape != argument.shape:
+            head, states = Tap(module, axis), argument
     norms = [m for m, _, made in calls if made is states and not m.children()]
     embeddings = [m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)]
     last_caches = {}
@@ -316,7 +329,7 @@ def _watch(model: nn.Module) -> Anatomy:
 
 
 def _layer(layer: nn.Module, calls: Sequence[Call]) -> Tap | str:
-    """Where the output of a layer is read, which has to be called as a module, once a pass."""
+    """Tap of a layer's output. The layer must be called as a module, once in a pass."""
     outputs = [first(made) for module, _, made in calls if module is layer]
     if len(outputs) != 1:
         return f"it is called {len(outputs)} times a pass"
@@ -328,12 +341,12 @@ _known = PerModel(_watch)
 
 
 def first(output: Any) -> Any:
-    """What a module returns, of several the first."""
+    """The output of a module, or the first of several outputs."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _axis_of_positions(states: Any) -> int | None:
-    """The axis of positions of a value seen in the watched pass; None if it has none."""
+    """The axis of positions of a value in the watched pass. None if it has none."""
     if not _is(states, mx.floating):
         return None
     axes = [axis for axis, size in enumerate(states.shape[:-1]) if size == NUM_WATCHED]
@@ -345,7 +358,7 @@ def _is(value: Any, kind: mx.DtypeCategory) -> bool:
 
 
 def _readable(name: str, tap: Tap | str) -> Tap:
-    """The tap; UnreadableError with the reason if there is none."""
+    """The tap. UnreadableError with the reason if there is none."""
     if isinstance(tap, str):
         instead = "Use a drafter that works on tokens, such as 'prompt-lookup'."
         raise UnreadableError(f"{name} cannot be read: {tap}. {instead}")
@@ -353,9 +366,13 @@ def _readable(name: str, tap: Tap | str) -> Tap:
 
 
 class StateReader:
-    """The places where a model's passes are read; UnreadableError for what it does not show.
+    """Reads the states of a model's passes. Raises UnreadableError.
 
-    modules: those whose calls are to be watched.
+    Attributes:
+        wanted: the features to read.
+        features: of the latest pass, or None.
+        num_rows: positions of the latest pass.
+        modules: modules whose calls are watched.
     """
 
     def __init__(
@@ -371,7 +388,7 @@ class StateReader:
         self.modules: list[nn.Module] = [tap.module for tap in taps]
 
     def read(self, run: Callable[[], mx.array]) -> mx.array:
-        """Run a pass, logits [n, V], and keep what is wanted of it in `features`, all lazy."""
+        """Run a pass with logits [n, V], and keep the wanted features, all lazy."""
         self.features, calls = None, list[Call]()
         with watching(self.modules, calls.append):
             logits = run()
@@ -380,10 +397,10 @@ class StateReader:
         return logits
 
     def rows(self, calls: Sequence[Call], logits: mx.array, text: int | None = None) -> FeatureRows:
-        """Those of a pass, of the calls seen and logits [n, V]; text: see `Tap.rows`."""
-        seen = {id(module): (given, made) for module, given, made in calls}
+        """Features of a pass, from its calls and logits [n, V]. `text` as in `Tap.rows`."""
+        seen = {id(module): (argument, made) for module, argument, made in calls}
         head, layers = self._head, dict[int, mx.array]()
-        # of several texts others may have more
+        # In a batch the states have the rows of the longest text.
         num_rows = logits.shape[0]
         for index, tap in self._layers.items():
             made = seen[id(tap.module)][1]
@@ -403,27 +420,28 @@ class StateReader:
 def top_tokens(logits: mx.array, number: int) -> mx.array:
     """The likeliest tokens [n, number] of logits [n, V], the likeliest first."""
     number = min(number, logits.shape[-1])
+    # A partition and a sort of a few are cheaper than a sort of the vocabulary.
     best = mx.argpartition(-logits, kth=number - 1, axis=-1)[:, :number]
     order = mx.argsort(-mx.take_along_axis(logits, best, axis=-1), axis=-1)
     return mx.take_along_axis(best, order, axis=-1)
 
 
 def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
-    """Contents of a cache as slices of its buffers; UnreadableError if it holds others."""
+    """Contents of a cache as slices of its buffers. Raises UnreadableError."""
     cache = check_readable(caches, index)
-    # mlx-lm 0.31 has but the state
+    # mlx-lm 0.31 has no `keys_and_values`
     keys, values = getattr(cache, "keys_and_values", lambda: cache.state)()
     if isinstance(cache, QuantizedKVCache):
         how = {"group_size": cache.group_size, "bits": cache.bits}
         keys, values = mx.dequantize(*keys, **how), mx.dequantize(*values, **how)
-    # after a pass of several positions it holds more
+    # A pass of several positions leaves more rows than the window in the buffer.
     if isinstance(cache, RotatingKVCache):
         keys, values = (part[..., -cache.max_size :, :] for part in (keys, values))
     return KeysValues(keys, values, cache.offset)
 
 
 def check_readable(caches: Sequence[Any], index: int) -> Any:
-    """A cache that has keys and values, by its index; UnreadableError for another."""
+    """A cache with keys and values, by its index. Raises UnreadableError."""
     all_caches = list(leaves(caches))
     kind = type(all_caches[index]).__name__ if index < len(all_caches) else "no cache"
     if index >= len(all_caches) or not isinstance(all_caches[index], READABLE):
@@ -436,7 +454,7 @@ def check_readable(caches: Sequence[Any], index: int) -> Any:
 
 
 vocab_size_of = PerModel(lambda model: anatomy_of(model).vocab_size)
-"""V of a loaded model: how wide its logits are."""
+"""V of a loaded model."""
 
 
 def _group_of(model: nn.Module) -> mx.distributed.Group | None:
@@ -450,4 +468,4 @@ def _group_of(model: nn.Module) -> mx.distributed.Group | None:
 
 
 group_of: Any = PerModel(_group_of)
-"""The ranks that a tensor-parallel or pipelined model is spread over; None if whole on each."""
+"""The ranks that a tensor-parallel or pipelined model is spread over, or None."""

@@ -1,4 +1,4 @@
-"""Loading a model for the commands, and values kept with a loaded model or tokenizer."""
+"""Loading models for the commands, and values that are kept with a loaded model or tokenizer."""
 
 from __future__ import annotations
 
@@ -24,45 +24,43 @@ T = TypeVar("T")
 
 
 class PerModel(Generic[T]):
-    """A value for each loaded model, or tokenizer, or several together; made when first asked for.
-
-    A tokenizer is known by what its wrapper holds: a new wrapper may be made at each call.
-    """
+    """A value for each loaded model, tokenizer or combination of them, made at first use."""
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
         self._values: dict[tuple[int, ...], T] = {}
 
     def __call__(self, *owners: Any) -> T:
-        """The value of these."""
-        # a module is a dict and has no hash
+        # A module is a dict and has no hash. Weak references below remove an id when it may be
+        # used again.
         key = (*map(id, owners),)
         if key not in self._values:
+            # A new wrapper of a tokenizer may be made for each call.
             key = (*map(id, map(unwrapped, owners)),)
         return self._values[key] if key in self._values else self.put(self._make(*owners), *owners)
 
     def put(self, value: T, *owners: Any) -> T:
-        """Give these another value, which is returned."""
-        held = [*map(unwrapped, owners)]
-        key = (*map(id, held),)
-        with suppress(TypeError):  # of a class that cannot be referred to weakly
-            for owner in held if key not in self._values else ():
+        """Replace the value of these owners. Returns the new value."""
+        objects = [*map(unwrapped, owners)]
+        key = (*map(id, objects),)
+        with suppress(TypeError):  # a class with slots may not allow weak references
+            for owner in objects if key not in self._values else ():
                 weakref.finalize(owner, self._values.pop, key, None)
             self._values[key] = value
         return value
 
 
 def unwrapped(owner: Any) -> Any:
-    """The tokenizer inside mlx-lm's wrapper; anything else is returned as it is."""
+    """The tokenizer inside mlx-lm's wrapper. Any other object is returned unchanged."""
     return owner._tokenizer if isinstance(owner, TokenizerWrapper) else owner
 
 
 TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
-"""Any of these makes a tokenizer; `tokenizer_config.json` alone does not."""
+"""Any of these is a tokenizer. `tokenizer_config.json` is not enough."""
 
 
 def load_model(name: Path | str, read: Callable[[str], Any] = load) -> tuple[nn.Module, Any]:
-    """Model and tokenizer of a folder or a Hugging Face name; ModelFolderError without them.
+    """Model and tokenizer of a folder or a Hugging Face name. Raises ModelFolderError.
 
     read: loads them from a path, as mlx-lm's `load` does.
     """
@@ -73,7 +71,7 @@ def load_model(name: Path | str, read: Callable[[str], Any] = load) -> tuple[nn.
 
 
 def load_target(name: Path | str) -> tuple[nn.Module, Any]:
-    """Like `load_model`; under `mx.distributed`, spread over all ranks."""
+    """Like `load_model`. Under `mx.distributed`, spread over all ranks."""
     return load_model(name, load if mx.distributed.init().size() == 1 else load_on_ranks)
 
 
@@ -84,9 +82,9 @@ def load_on_ranks(
     return_config: bool = False,
     **options: Any,
 ) -> Any:
-    """mlx-lm's `load` on several ranks: tensor-parallel, else pipelined; no adapters.
+    """mlx-lm's `load` on several ranks, tensor-parallel or else pipelined, without adapters.
 
-    options: trust_remote_code; pipeline_group, which has it pipelined.
+    options: `trust_remote_code`, and `pipeline_group`, which makes it pipelined.
     """
     if adapter_path is not None:
         raise ValueError(
@@ -103,7 +101,7 @@ def load_on_ranks(
 
 @contextmanager
 def explained(name: Path | str) -> Iterator[None]:
-    """Raise ModelFolderError, with the next step, where the block cannot load the model `name`."""
+    """Raise ModelFolderError, with the next step, if the block cannot load this model."""
     folder = Path(name).expanduser()
     if folder.exists():
         check_folder(folder)
@@ -138,15 +136,16 @@ def folder_of(name: Path | str) -> Path:
 
 
 def is_in_cache(name: str) -> bool:
-    """True for a model in the Hugging Face cache, False for what can be no name there."""
+    """True for a model in the Hugging Face cache."""
     try:
+        # Raises ValueError for a text that cannot be a name.
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
     except ValueError:
         return False
 
 
 def is_offline() -> bool:
-    """True if Hugging Face's host has no address here, and no proxy would know one."""
+    """True if the address of Hugging Face's host cannot be found, and there is no proxy."""
     if constants.HF_HUB_OFFLINE:
         return True
     if getproxies().keys() & {"https", "all"}:
@@ -180,5 +179,6 @@ def check_folder(folder: Path) -> None:
 
 
 def is_path(name: str) -> bool:
-    """True if a name can only be a path: Hugging Face's have at most one slash, within."""
+    """True for a name that can only be a path."""
+    # Hugging Face names have at most one slash, and not at an end.
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")

@@ -1,4 +1,4 @@
-"""Account of a generation: counts, histogram, seconds, from round records alone."""
+"""Account of a generation: counts, histogram and seconds, made from round records only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rows:
     """A result that is also a table."""
 
     def rows(self) -> Sequence[Row]:
-        """The table, one dict a row."""
+        """The table, one dict for each row."""
         raise NotImplementedError  # no ABC: records of msgspec inherit it, and have a metaclass
 
     def to_csv(self, path: Path | str) -> None:
@@ -55,19 +55,27 @@ def columns(rows: Sequence[Row]) -> list[str]:
 
 @dataclass
 class SpeculationStats(Rows):
-    """Running account of one generation; the same object on every item, always up to date.
+    """Running account of one generation. Every response has the same object, always up to date.
 
-    It counts whole rounds. Identities: `emitted + cut = accepted + target_passes`, and the
+    It counts complete rounds. Identities: `emitted + cut = accepted + target_passes`, and the
     histogram sums to `target_passes`.
 
-    target_passes: after the prefill, one a round; ahead of them launched before the token before
-    was read. fed: positions computed; replayed: of these, a second time, for recurrent caches.
-    drafted, accepted: tokens; cut: verified beyond max_tokens. rounds: (drafted, accepted) of each.
-    by_drafter: key -> [drafted, accepted]. decode_seconds: of all rounds but the first.
-    plain_seconds, num_plain: of rounds without a draft that took one pass. prefill_seconds,
-    draft_seconds, verify_seconds, other_seconds: host time for the prompt, proposing, launching and
-    waiting (lazy draft steps too), and the rest, without the caller's. why_none: a round had no
-    draft, the last time. num_unnamed: tokens that the caller's caches held, unknown to drafters.
+    Attributes:
+        target_passes: passes after the prefill, one for each round.
+        ahead: of these, launched before the token before them was read.
+        fed: positions computed.
+        replayed: of these, computed again for recurrent caches.
+        drafted, accepted: draft tokens.
+        cut: tokens verified beyond max_tokens.
+        rounds: (drafted, accepted) of each round.
+        by_drafter: key -> [drafted, accepted].
+        decode_seconds: of all rounds except the first.
+        plain_seconds, num_plain: of rounds without a draft that took one pass.
+        prefill_seconds, draft_seconds, verify_seconds, other_seconds: host seconds for the prompt,
+            for proposing, for launching and waiting (lazy draft steps included), and for the rest
+            without the caller's time.
+        why_none: reason for the latest round without a draft.
+        num_unnamed: tokens in the caller's caches that drafters do not know.
     """
 
     target_passes: int = 0
@@ -90,7 +98,7 @@ class SpeculationStats(Rows):
     num_unnamed: int = 0
 
     def record(self, round_: RoundRecord) -> None:
-        """Add one round."""
+        # The first round also reads the end of the prompt.
         if self.target_passes:
             self.decode_seconds += round_.seconds
             if not round_.drafted and round_.steady:
@@ -114,8 +122,8 @@ class SpeculationStats(Rows):
     @property
     def accept_histogram(self) -> list[int]:
         """[n] rounds that accepted exactly n draft tokens."""
-        found = Counter(accepted for _, accepted in self.rounds)
-        return [found[n] for n in range(max(found, default=-1) + 1)]
+        counts = Counter(accepted for _, accepted in self.rounds)
+        return [counts[n] for n in range(max(counts, default=-1) + 1)]
 
     @property
     def drafted_at(self) -> list[int]:
@@ -125,12 +133,12 @@ class SpeculationStats(Rows):
 
     @property
     def accepted_at(self) -> list[int]:
-        """[i] rounds that accepted position i, as long as `drafted_at`."""
+        """[i] rounds that accepted position i, with the length of `drafted_at`."""
         return _num_above([accepted for _, accepted in self.rounds], len(self.drafted_at))
 
     @property
     def emitted(self) -> int:
-        """Tokens produced: accepted ones and one more a pass, less what was cut."""
+        """Tokens produced: accepted tokens and one for each pass, without the cut tokens."""
         return self.accepted + self.target_passes - self.cut
 
     @property
@@ -156,12 +164,12 @@ class SpeculationStats(Rows):
 
     @property
     def observed_speedup(self) -> float | None:
-        """Tokens a second over a plain round's, after the first round; None without both kinds."""
+        """Tokens a second, relative to plain rounds. None without plain rounds and drafts."""
         return self._speedup(sum(accepted + 1 for _, accepted in self.rounds[1:]))
 
     @property
     def expected_speedup(self) -> float | None:
-        """Speedup if draft tokens were accepted with chance α, independently of each other."""
+        """Speedup if every draft token were accepted independently with chance α."""
         alpha, lengths = (self.acceptance_rate, Counter(drafted for drafted, _ in self.rounds[1:]))
         tokens = (expected_tokens(alpha, drafted) * num for drafted, num in lengths.items())
         return self._speedup(sum(tokens))
@@ -172,12 +180,13 @@ class SpeculationStats(Rows):
         return tokens * self.plain_seconds / self.num_plain / self.decode_seconds
 
     def rows(self) -> list[Row]:
-        """A row for each round; only the last is cut."""
+        """One row for each round."""
         rows: list[Row] = [
             {"round": i, "drafted": drafted, "accepted": accepted, "emitted": accepted + 1}
             for i, (drafted, accepted) in enumerate(self.rounds)
         ]
         if rows:
+            # Only the last round can be cut.
             rows[-1]["emitted"] -= self.cut
         return rows
 
@@ -193,7 +202,7 @@ class SpeculationStats(Rows):
         }
 
     def __str__(self) -> str:
-        """Two readable lines, and a third for several drafters or no draft."""
+        """Two lines, and a third for several drafters or no draft."""
         share = f" ({self.accepted_share:.0%})" if self.drafted else ""
         counts = self.by_drafter.items()
         shares = [f"{kind_of(key)} {accepted} of {drafted}" for key, (drafted, accepted) in counts]
@@ -201,8 +210,8 @@ class SpeculationStats(Rows):
         if self.why_none and not self.drafted:
             by_drafter = f"\nnothing drafted: {self.why_none}"
         if self.num_unnamed:
-            held = f"the caches hold {self.num_unnamed} tokens that nobody named"
-            by_drafter += f"\nhistory unknown: {held}"
+            unknown = f"the caches hold {self.num_unnamed} tokens that nobody named"
+            by_drafter += f"\nhistory unknown: {unknown}"
         return (
             f"{self.emitted} tokens in {self.target_passes} target passes: "
             f"{self.tokens_per_pass:.2f} tokens per pass, "
@@ -213,7 +222,6 @@ class SpeculationStats(Rows):
         )
 
     def __repr__(self) -> str:
-        """The first line of `str`."""
         return f"<SpeculationStats: {str(self).splitlines()[0]}>"
 
     def _repr_html_(self) -> str:
@@ -222,11 +230,11 @@ class SpeculationStats(Rows):
 
 
 def kind_of(key: str) -> str:
-    """The class that a drafter's key begins with."""
+    """The class at the beginning of a drafter's key."""
     return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
 
 
 def _num_above(numbers: Sequence[int], length: int) -> list[int]:
-    """[i] how many of the numbers are above i, for i < length."""
+    """[i] number of numbers above i, for i < length."""
     ordered = sorted(numbers)
     return [len(ordered) - bisect_right(ordered, i) for i in range(length)]

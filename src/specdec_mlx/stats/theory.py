@@ -20,23 +20,23 @@ def expected_tokens(acceptance: float, draft_length: int) -> float:
 
 
 def acceptance_from_counts(accepted: int, rejections: int) -> float:
-    """Likeliest α after so many accepted and rejected draft tokens; 0 without any."""
+    """Likeliest α after these numbers of accepted and rejected draft tokens. 0 without any."""
     _check(accepted >= 0 and rejections >= 0, "Counts are ints >= 0.")
     trials = accepted + rejections
     return accepted / trials if trials else 0.0
 
 
 def flat(num_positions: int) -> float:
-    """Cost of passes that cost the same at any width, as the paper has them."""
+    """Cost of passes that cost the same at any width, as in the paper."""
     return 1.0
 
 
 def expected_speedup(
     acceptance: float, draft_length: int, draft_cost: float = 0.0, cost: Cost = flat
 ) -> float:
-    r"""Expected walltime improvement, tokens over $K c + 1$ (theorem 3.8).
+    """Expected walltime improvement, tokens over $K c + 1$ (theorem 3.8).
 
-    draft_cost: c, of a draft token. cost: c(m) as measured, where wider passes cost more.
+    draft_cost: c, of a draft token. cost: measured c(m), if wider passes cost more.
     """
     _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
     round_cost = cost(draft_length + 1) + draft_length * draft_cost

@@ -8,7 +8,7 @@ from specdec_mlx.contracts import ROOT
 
 
 def children_of(parents: Sequence[int]) -> list[list[int]]:
-    """The draft tokens that continue each row, in their order; K+1 lists."""
+    """The draft tokens that continue each row, in order; K+1 lists."""
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node, parent in enumerate(parents):
         children[parent + 1].append(node)
@@ -16,7 +16,7 @@ def children_of(parents: Sequence[int]) -> list[list[int]]:
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """How many tokens stand before each node in its path, 0 for those that continue the text."""
+    """Number of tokens before each node in its path. 0 for nodes that continue the text."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent == ROOT else depths[parent] + 1)
@@ -24,7 +24,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    """The nodes from the root down to this one; none for `ROOT`."""
+    """The nodes from the root down to a node. Empty for `ROOT`."""
     path: list[int] = []
     while node != ROOT:
         path.append(node)

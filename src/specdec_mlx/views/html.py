@@ -1,6 +1,6 @@
-"""HTML of texts, stats and tables for notebooks: what the results' `_repr_html_` return.
+"""HTML of texts, stats and tables for notebooks, from the `_repr_html_` of results.
 
-Colours are translucent, for light and dark themes; each origin has an HTML element of its own too.
+Colours are translucent, for light and dark themes, and each origin has its own HTML element.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def translucent(colour: str, opacity: float) -> str:
 
 
 class Piece(NamedTuple):
-    """One token of a text: what it added, its id, and its origin."""
+    """One token of a text, with the characters that it added."""
 
     text: str
     token: int
@@ -42,7 +42,13 @@ class Piece(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Look of the tokens of one origin: HTML element, background or "", and words of the legend."""
+    """How tokens of one origin look.
+
+    Attributes:
+        tag: HTML element.
+        colour: of the background, or "".
+        label, meaning: words of the legend.
+    """
 
     tag: str
     colour: str
@@ -59,14 +65,14 @@ LOOKS: dict[Origin, Look] = {
 
 
 def text_html(pieces: Sequence[Piece], stats: SpeculationStats, drafter: str = "") -> str:
-    """A text with each token coloured by its origin, and a legend; the drafter shows on hover."""
+    """A text with each token coloured by its origin, and a legend."""
     tokens = "".join(_token(piece, drafter) for piece in pieces)
     counts = Counter(piece.origin for piece in pieces)
     legend = ""
     for origin, look in LOOKS.items():
         if count := counts[origin]:
-            said = f"{count} token{'' if count == 1 else 's'}: {look.meaning}"
-            legend += f"<div>{_coloured(look, look.label)}, {said}</div>"
+            description = f"{count} token{'' if count == 1 else 's'}: {look.meaning}"
+            legend += f"<div>{_coloured(look, look.label)}, {description}</div>"
     return (
         f'<pre style="{PRE}">{tokens}</pre>'
         f"<p>{stats.emitted} tokens in {stats.target_passes} passes, "
@@ -98,7 +104,6 @@ def stats_html(stats: SpeculationStats) -> str:
 
 
 def table(rows: Iterable[str]) -> str:
-    """A table of HTML rows."""
     return f'<table style="{TABLE}">{"".join(rows)}</table>'
 
 
@@ -119,9 +124,9 @@ def _coloured(look: Look, text: str, title: str = "") -> str:
 
 
 def position_ranges(longest: int) -> list[range]:
-    """Positions 1 to 4 of a draft one by one, and the later ones in doubling ranges."""
-    ends = [min(n, longest) for n in (0, 1, 2, 3, 4, 8, 16, 32, longest)]
-    return [range(first + 1, end + 1) for first, end in pairwise(ends) if first < end]
+    """Positions 1 to 4 of a draft one by one, and later positions in doubling ranges."""
+    last_positions = [min(n, longest) for n in (0, 1, 2, 3, 4, 8, 16, 32, longest)]
+    return [range(first + 1, end + 1) for first, end in pairwise(last_positions) if first < end]
 
 
 def range_label(numbers: range) -> str:
@@ -131,17 +136,16 @@ def range_label(numbers: range) -> str:
 
 
 def acceptance_in_ranges(stats: SpeculationStats) -> dict[range, tuple[int, int]]:
-    """Draft tokens accepted, and drafted, by `position_ranges`."""
+    """Accepted and drafted tokens, by `position_ranges`."""
     counts = list(zip(stats.accepted_at, stats.drafted_at, strict=True))
-    found = {}
-    for places in position_ranges(len(counts)):
-        accepted, drafted = zip(*counts[places.start - 1 : places.stop - 1], strict=True)
-        found[places] = sum(accepted), sum(drafted)
-    return found
+    totals = {}
+    for positions in position_ranges(len(counts)):
+        accepted, drafted = zip(*counts[positions.start - 1 : positions.stop - 1], strict=True)
+        totals[positions] = sum(accepted), sum(drafted)
+    return totals
 
 
 def _bars(stats: SpeculationStats) -> str:
-    """Acceptance at the first positions of a draft, and at the later ones in doubling ranges."""
     return "".join(
         f"<div>{range_label(places)}: {a / d:.0%} &nbsp; ({a} of {d})</div>"
         for places, (a, d) in acceptance_in_ranges(stats).items()

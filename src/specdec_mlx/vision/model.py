@@ -1,4 +1,4 @@
-"""A vision model of mlx-vlm as the library sees it: its language model, and what images moved."""
+"""A vision model of mlx-vlm as the library sees it: its language model, and its image state."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.trees.passes import VIEWS, view_class
 
 _one_pass = RLock()
-"""Held while a pass is built: the language model then has the state of one text."""
+"""Locked while a pass is built: the language model then has the state of one text."""
 
 
 @dataclass
 class ImagePositions:
-    """Of one text: what the language model keeps of its images, and the inputs of its prompt.
+    """Image state of one text. It is an attribute of a cache, and is copied with the cache.
 
-    A cache holds it, so that it goes where the cache goes, into copies too.
+    Attributes:
+        saved: private arrays of the language model, by name.
+        reading: inputs of the prompt, while it is read.
     """
 
-    kept: dict[str, mx.array | None]
+    saved: dict[str, mx.array | None]
     reading: dict[str, Any] = field(default_factory=dict)
 
 
 class VisionModel(nn.Module):  # type: ignore[misc]
     """A vision model of mlx-vlm as `speculate` takes it: its language model over given caches.
 
-    After an image the positions of a text are no longer those of the caches, and mlx-vlm keeps
-    by how much (Qwen's `rope_deltas`) on the model. Here each text's caches keep it: every pass
-    has that of its own text, and leaves the model as it was.
+    After an image, positions of the text and of the caches differ. mlx-vlm keeps the difference
+    (Qwen's `rope_deltas`) on the model. Here the caches of each text keep it: every pass uses the
+    difference of its own text, and leaves the model as it was.
 
     Args:
-        model: as `mlx_vlm.load` gives it. Keep the one that is made of it: so is what is measured.
+        model: the model that `mlx_vlm.load` returns. Make one VisionModel of it and keep that,
+            because measurements belong to the object.
 
     Raises:
         MissingPackageError: mlx-vlm is not installed.
@@ -57,12 +60,11 @@ class VisionModel(nn.Module):  # type: ignore[misc]
 
     @property
     def language_model(self) -> Any:
-        """The part that writes text."""
+        """The part that generates text."""
         return self.model.language_model
 
     @property
     def layers(self) -> Any:
-        """Its decoder layers."""
         return self.language_model.layers
 
     def make_cache(self) -> Any:
@@ -72,7 +74,7 @@ class VisionModel(nn.Module):  # type: ignore[misc]
     def __call__(
         self, inputs: mx.array, cache: list[Any], input_embeddings: mx.array | None = None
     ) -> Any:
-        """Logits [1, S, V] of tokens [1, S], or of the prompt's embeddings [1, S, D] for them."""
+        """Logits [1, S, V] of tokens [1, S], or of the prompt's embeddings [1, S, D]."""
         model, is_new = self.language_model, holds_nothing(cache)
         positions = self.positions_of(cache, may_be_read=is_new)
         more: dict[str, Any] = {}
@@ -81,47 +83,47 @@ class VisionModel(nn.Module):  # type: ignore[misc]
         else:
             positions.reading = {}
         if is_new and not more and hasattr(model, "get_rope_index"):
-            # of no image, whatever the model keeps from an earlier prompt
+            # A prompt without images must not use positions of an earlier prompt's images.
             indices = model.get_rope_index(inputs, None, None, None)
             more = dict(zip(("position_ids", "rope_deltas"), indices, strict=True))
         with self.keeping(positions):
             return model(inputs, cache=cache, **more).logits
 
     def positions_of(self, caches: list[Any], may_be_read: bool) -> ImagePositions:
-        """What a text's caches hold of its images; if nothing yet, what the model keeps now."""
+        """Image state in a text's caches. New caches take the model's present state."""
         first = next(leaves(caches))
         if not hasattr(first, "image_positions"):
             if not may_be_read:
                 how = "caches that vision.read_prompt was given, and never kv_bits"
                 raise argument_error("prompt_cache", caches, how)
-            first.image_positions = ImagePositions(kept_by(self.language_model))
+            first.image_positions = ImagePositions(private_arrays_of(self.language_model))
         positions: ImagePositions = first.image_positions
         return positions
 
     @contextmanager
     def keeping(self, positions: ImagePositions) -> Iterator[None]:
-        """Have the language model keep in here what it did for this text, and then what it does."""
+        """Restore this text's image state while the block runs, and save it again afterwards."""
         model = self.language_model
         with _one_pass:
-            before = kept_by(model)
-            keep(model, positions.kept)
+            before = private_arrays_of(model)
+            set_private_arrays(model, positions.saved)
             try:
                 yield
-                positions.kept = kept_by(model)
+                positions.saved = private_arrays_of(model)
             finally:
-                keep(model, before)
+                set_private_arrays(model, before)
 
 
 @cache
 def mlx_vlm() -> Any:
-    """The package, whose caches are known from then on; MissingPackageError without it."""
+    """The package mlx-vlm. Registers its caches. Raises MissingPackageError."""
     try:
         package, theirs = map(import_module, ("mlx_vlm", "mlx_vlm.models.cache"))
     except ImportError as error:
         raise MissingPackageError(
             f"Vision models need mlx-vlm: pip install 'specdec-mlx[vision]' ({error})."
         ) from error
-    # named as mlx-lm's, and alike
+    # Its cache classes have the names of mlx-lm's and work alike.
     for kind, strategy in list(STRATEGIES.items()):
         twin = getattr(theirs, kind.__name__, kind)
         STRATEGIES[twin] = strategy
@@ -131,12 +133,12 @@ def mlx_vlm() -> Any:
 
 
 def holds_nothing(caches: list[Any]) -> bool:
-    """True of new caches, and of those that a failed reading was taken out of again."""
+    """True for new caches, and for caches from which a failed reading was taken back."""
     return next(leaves(caches)).empty() or Rollback(caches).end == 0
 
 
-def kept_by(module: Any) -> dict[str, mx.array | None]:
-    """What a module keeps between passes, parameters apart: arrays with a _ before the name."""
+def private_arrays_of(module: Any) -> dict[str, mx.array | None]:
+    """Arrays with a leading underscore, which a module keeps between passes."""
     attributes = {**vars(module), **module}
     return {
         name: value
@@ -145,7 +147,7 @@ def kept_by(module: Any) -> dict[str, mx.array | None]:
     }
 
 
-def keep(module: nn.Module, kept: dict[str, mx.array | None]) -> None:
-    """Have a module keep this, and nothing else."""
-    for name in {**kept_by(module), **kept}:
-        setattr(module, name, kept.get(name))
+def set_private_arrays(module: nn.Module, arrays: dict[str, mx.array | None]) -> None:
+    """Replace a module's private arrays."""
+    for name in {**private_arrays_of(module), **arrays}:
+        setattr(module, name, arrays.get(name))

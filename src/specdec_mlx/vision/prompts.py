@@ -1,4 +1,4 @@
-"""Prompts with images, and the calls that go on from them."""
+"""Prompts with images, and generation from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_TAKEN = {
     "kv_bits": "None, since mlx-vlm chooses otherwise which caches to quantize",
     "max_kv_size": "None; of rotating caches of your own give prompt_cache",
 }
-"""Options of `specdec_mlx.stream_generate`, and what is expected of each here."""
+"""Options of `specdec_mlx.stream_generate`, and the value that each must have here."""
 
 BESIDE_THE_TEXT = {"cross_attention_states", "decoder_inputs_embeds"}
 
@@ -69,10 +69,10 @@ def read_prompt(
     caches = model.make_cache() if prompt_cache is None else prompt_cache
     is_new = holds_nothing(split_cache(model, caches, Options())[0])
     config = model.model.config
-    ends = getattr(config, "eos_token_id", None)
+    end_tokens = getattr(config, "eos_token_id", None)
     tokenizer = TokenizerWrapper(
         getattr(processor, "tokenizer", processor),
-        eos_token_ids=[ends] if isinstance(ends, int) else ends,
+        eos_token_ids=[end_tokens] if isinstance(end_tokens, int) else end_tokens,
     )
     options = {"prompt_cache": caches, "tokenizer": tokenizer}
     inputs: dict[str, Any]
@@ -93,9 +93,9 @@ def read_prompt(
 
 
 def embed(model: VisionModel, caches: list[Any], inputs: dict[str, Any]) -> mx.array:
-    """Embeddings [n, D] of a whole prompt, from `encode`; the caches keep where its images are.
+    """Embeddings [n, D] of a complete prompt, from `encode`. The caches keep its image state.
 
-    Caches that hold the prompt's beginning already, images included, may go on from there. Raises
+    Caches that hold the beginning of the prompt, images included, may go on from there. Raises
     PromptError for images that cannot be read here.
     """
     reading = dict(inputs)
@@ -115,7 +115,7 @@ def embed(model: VisionModel, caches: list[Any], inputs: dict[str, Any]) -> mx.a
 def encode(
     processor: Any, prompt: generation.Prompt, images: Sequence[Any], config: Any
 ) -> dict[str, Any]:
-    """mlx-vlm's inputs of a prompt with images."""
+    """mlx-vlm's inputs for a prompt with images."""
     package = mlx_vlm()
     if not isinstance(prompt, str):
         prompt = package.apply_chat_template(
@@ -133,7 +133,8 @@ def encode(
 
 
 def check_reading(model: VisionModel, ids: mx.array, reading: dict[str, Any]) -> None:
-    """Raise PromptError for a prompt that has to be read in one pass, or beside the text."""
+    """Raise PromptError for a prompt that must be read in one pass, or beside the text."""
+    # This library reads prompts in parts, and passes tokens, embeddings and caches only.
     for part in (model.model, model.language_model):
         policy = getattr(part, "chunked_prefill_policy", None)
         may_be_cut = (

@@ -23,7 +23,7 @@ from specdec_mlx.drafters.heads.loading import (
     refusal,
     width_read,
 )
-from specdec_mlx.drafters.heads.mtp import text_part
+from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, of_type, text_part
 from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import HeadError, ModelFolderError, TokenizerMismatchError
 from specdec_mlx.files import read_text
@@ -67,6 +67,38 @@ HEADS_NAME = re.compile(r"mtp|eagle|dflash|dspark|medusa|speculator|assistant|dr
 """What the name of a head's repository has after its model's."""
 
 
+ACCEPTANCES = (0.6, 0.8)
+"""Acceptance rates to give an expectation for: what a draft model reaches on most texts."""
+
+
+class Candidate(NamedTuple):
+    """A head or a model that can be had, as a drafter for another model.
+
+    kind: what it is, in words. place: what to name it by. size: of its weights, bytes. cost: c, of
+    a drafted token in target steps, by size. refusal: the reason why it cannot serve, or None.
+    doubt: the reason why it serves only if it is named, or None. note: what else there is to say.
+    """
+
+    name: str
+    kind: str = ""
+    place: str = ""
+    size: int = 0
+    cost: float = 0.0
+    refusal: str | None = None
+    doubt: str | None = None
+    note: str = ""
+
+    def expectation(self) -> str:
+        """Best draft length and speedup for a few acceptance rates (theorem 3.8), one line."""
+        parts = []
+        for acceptance in ACCEPTANCES:
+            length = best_draft_length(acceptance, self.cost)
+            speedup = expected_speedup(acceptance, length, self.cost)
+            gain = f"{speedup:.2f} times as fast with K = {length}" if length else "does not pay"
+            parts.append(f"{acceptance:.0%} accepted: {gain}")
+        return "; ".join(parts)
+
+
 class FoundModel(NamedTuple):
     """The draft model of `auto`: its folder or name, None for none, and sentences that say why."""
 
@@ -87,78 +119,81 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
     name = cached[-1].removeprefix("models--").replace("--", "/") if cached else folder.name
     known = [one for one, note in known_repositories(name).items() if not note]
     places = [*(() if cached else models_in(folder.parent)), *models_in(where)]
-    found, lines = own_head(folder, name)
     others = {place.resolve(): (one, place) for one, place in places}
-    for head in find_heads(config_of(folder), folder, others.values()):
-        fault = head.refusal
-        if fault is None and not _is_for(head.name, name, known):
-            fault = "nothing says that it was made for this model; name it to take it"
-        found = _first(found, head, fault, f"{head.note} for {name}", lines)
-    if found is None:
-        for one in find_candidates(str(folder), where):
-            pays = one.cost and best_draft_length(ACCEPTANCES[0], one.cost) > 0
-            fault = one.refusal or one.note.strip(", ") or (None if pays else "too large to pay")
-            found = _first(found, one, fault, "a small model with the same tokenizer", lines)
+    ways = [*own_layer(folder), *find_heads(name, folder, others.values())]
+    if all(one.refusal or one.doubt for one in ways):
+        ways += find_candidates(str(folder), where)
+    found, lines = None, list[str]()
+    for one in ways:
+        fault = one.refusal or one.doubt or (found and "one is enough")
+        if fault is None:
+            found = one.place
+            lines.insert(0, f"{one.name} drafts: {one.kind} for {name}.")
+        else:
+            lines.append(f"{one.name} is left out: {fault.rstrip('.')}.")
     if found is None and known and fetch:
         found = known[0]
         lines.insert(0, f"{found} drafts: fetched, as known for {name}.")
     if found is None:
-        ways = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
-        lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{ways}")
+        more = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
+        lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{more}")
     return FoundModel(found, lines)
 
 
-def own_head(folder: Path, name: str) -> FoundModel:
-    """The file or index in a model's own folder that lists its prediction layer."""
+def own_layer(folder: Path) -> list[Candidate]:
+    """The prediction layer of a model, by its folder; nothing for a family without any."""
+    config = config_of(folder)
+    name, kind = "its own prediction layer", formats()["mtp"].label
+    if (other := of_type(config, OTHER_FORMULAS)) is not None:
+        return [Candidate(name, kind, refusal=f"not to be loaded: it {other}")]
+    if (family := of_type(config, FAMILIES)) is not None:
+        kind = f"{kind} ({family.prefix_at(text_part(config)).rstrip('.')})"
     try:
         files = HeadFiles(folder)
         if files.own_layers():
-            line = f"{name} drafts: prediction layer in its own folder ({files.list_file})."
-            return FoundModel(str(folder / str(files.list_file)), [line])
-        if not files.is_apart:
-            return FoundModel(None, [])
-        fault = refusal(files)
+            return [Candidate(name, kind, str(folder / str(files.list_file)), note="here")]
+        fault = refusal(files) if files.is_apart else "to be fetched from its original repository"
     except HeadError as error:
         fault = str(error)
-    return FoundModel(None, [f"{name}'s own prediction layer is left out: {fault}"])
+    return [Candidate(name, kind, refusal=fault)] if family or files.is_apart else []
 
 
-def _first(
-    found: str | None, one: Candidate, fault: str | None, why: str, lines: list[str]
-) -> str | None:
-    """The folder that was found before, or this one's if it has no fault; a line says which."""
-    if found is None and fault is None:
-        lines.insert(0, f"{one.name} drafts: {why}.")
-        return str(one.folder)
-    lines.append(f"{one.name} is left out: {fault or 'one is enough'}.")
-    return found
+def find_heads(
+    model: str, folder: Path | None, places: Iterable[tuple[str, Path]]
+) -> list[Candidate]:
+    """The heads among places, with their names, for a model; folder: its own, which is left out."""
+    target, known, heads = (
+        {} if folder is None else config_of(folder),
+        known_repositories(model),
+        [],
+    )
+    for name, place in places:
+        if is_head(place) and (folder is None or not place.samefile(folder)):
+            config = config_of(place)
+            kind = formats()[kind_of(config) or "mtp"].label
+            doubt = "nothing says that it was made for this model; name it to take it"
+            heads.append(
+                Candidate(
+                    name,
+                    kind,
+                    str(place),
+                    refusal=why_not(config, target),
+                    doubt=None if _is_for(name, model) else doubt,
+                    note="here" + known.get(name, ""),
+                )
+            )
+    return heads
 
 
-def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
+def _is_for(head: str, model: str) -> bool:
     """True if a head's name says that it is made for a model, or the table does."""
     own, other = (one.rpartition("/")[2].lower() for one in (model, head))
-    if other in (one.rpartition("/")[2].lower() for one in known):
+    known = known_repositories(model).items()
+    if other in (one.rpartition("/")[2].lower() for one, note in known if not note):
         return True
     ends = [i for i in range(len(own) + 1) if CONVERTED.fullmatch(own[i:])]
     base = own[: ends[0]]
     return other.startswith(base) and bool(HEADS_NAME.search(other[len(base) :]))
-
-
-def find_heads(
-    target: Mapping[str, Any], folder: Path | None, places: Iterable[tuple[str, Path]]
-) -> list[Candidate]:
-    """The heads among places, with their names, each with the label of its format as its note.
-
-    target: the config of the model to draft for. folder: the model's own, which is left out.
-    """
-    heads = []
-    for name, place in places:
-        if is_head(place) and (folder is None or not place.samefile(folder)):
-            config = config_of(place)
-            label = formats()[kind_of(config) or "mtp"].label
-            fault = why_not(config, target)
-            heads.append(Candidate(name, refusal=fault, note=label, folder=place))
-    return heads
 
 
 def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
@@ -178,35 +213,6 @@ def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     if kind_of(config) == "gemma4_assistant" and not is_gemma4:
         return "for Gemma 4"
     return "another width" if "pard_token" not in config and len(widths) > 1 else None
-
-
-ACCEPTANCES = (0.6, 0.8)
-"""Acceptance rates to give an expectation for: what a draft model reaches on most texts."""
-
-
-class Candidate(NamedTuple):
-    """A model or a head that is here, as a drafter for another model.
-
-    size: of its weights, bytes. cost: c, of a drafted token in target steps, by size. refusal: the
-    reason why it cannot serve, or None. note: what else there is to say of it.
-    """
-
-    name: str
-    size: int = 0
-    cost: float = 0.0
-    refusal: str | None = None
-    note: str = ""
-    folder: Path = Path()
-
-    def expectation(self) -> str:
-        """Best draft length and speedup for a few acceptance rates (theorem 3.8), one line."""
-        parts = []
-        for acceptance in ACCEPTANCES:
-            length = best_draft_length(acceptance, self.cost)
-            speedup = expected_speedup(acceptance, length, self.cost)
-            gain = f"{speedup:.2f} times as fast with K = {length}" if length else "does not pay"
-            parts.append(f"{acceptance:.0%} accepted: {gain}")
-        return "; ".join(parts)
 
 
 def find_candidates(model: str, where: Path | None = None) -> list[Candidate]:
@@ -275,11 +281,20 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
         else:
             shared = shared_between(target_tokenizer, load_tokenizer(folder))
             steps = 1.0 if shared is None else shared.draft_tokens_per_token
-            note = "" if shared is None else ", another tokenizer"
-            return Candidate(name, size, steps * size / target_size, None, note, folder)
+            cost = steps * size / target_size
+            pays = best_draft_length(ACCEPTANCES[0], cost) > 0
+            doubt = None if pays else "too large to pay"
+            return Candidate(
+                name,
+                "a small model with the same tokenizer",
+                str(folder),
+                size,
+                cost,
+                doubt=doubt if shared is None else "another tokenizer",
+            )
     except TokenizerMismatchError as error:
         refusal = f"another tokenizer: {error}"
     # of transformers, tokenizers or the file system: anything at all
     except Exception as error:
         refusal = f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-    return Candidate(name, size, refusal=refusal)
+    return Candidate(name, size=size, refusal=refusal)

@@ -9,18 +9,19 @@ import mlx.core as mx
 
 from specdec_mlx.draft_length.costs import curve_for
 from specdec_mlx.drafters.choosing.candidates import (
+    Candidate,
     find_candidates,
     find_heads,
     known_repositories,
     locate,
     models_in,
-    own_head,
+    own_layer,
     weight_bytes,
 )
 from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.drafters.heads.drafter import Config
 from specdec_mlx.drafters.heads.loading import config_of
-from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, of_type, text_part
+from specdec_mlx.drafters.heads.mtp import text_part
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.models.loading import is_path
 
@@ -36,28 +37,36 @@ def report(model: str, where: Path | None = None) -> str:
     Raises ModelFolderError for a path that holds no model.
     """
     try:
-        target: Path | None = locate(model)
+        folder: Path | None = locate(model)
         missing = ""
     except ModelFolderError as error:
         if is_path(model) or Path(model).exists():
             raise
-        target, missing = None, str(error)
-    folders = [] if target is None else [*models_in(where)]
-    able, refused = _models(model, target, where)
-    size = "" if target is None else f" ({_size(weight_bytes(target))})"
+        folder, missing = None, str(error)
+    places = [] if folder is None else [*models_in(where)]
+    here = [] if folder is None else find_candidates(model, where)
+    able = [
+        one._replace(kind=f"{_size(one.size)}, a token costs about {one.cost:.2f} of the target's")
+        for one in here
+        if one.refusal is None
+    ]
+    able += fetched(model, small=True)
+    size = "" if folder is None else f" ({_size(weight_bytes(folder))})"
     alone = describe_drafters(with_model=False)
     width = max(map(len, alone)) + 2
+    none = [f"  none in {where or 'the Hugging Face cache'}"]
+    refused = [one for one in here if one.refusal is not None]
     parts = [
-        [_expectation({} if target is None else config_of(target))],
+        [_expectation({} if folder is None else config_of(folder))],
         [missing] if missing else [],
-        heads_lines(model, target, folders),
-        [f"Draft models for {model}{size} (--draft-model):", *able],
+        heads_lines(model, folder, places),
+        [f"Draft models for {model}{size} (--draft-model):", *(_lines(model, able) or none)],
         [
             "Without a second model:",
             _command(model),
             *(f"  {name:<{width}}{text}" for name, text in alone.items()),
         ],
-        ["Left out:", *refused] if refused else [],
+        ["Left out:", *_lines(model, refused)] if refused else [],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -77,54 +86,35 @@ def _expectation(config: Config) -> str:
 
 
 def heads_lines(
-    model: str, folder: Path | None, folders: Iterable[tuple[str, Path]] = ()
+    model: str, folder: Path | None, places: Iterable[tuple[str, Path]] = ()
 ) -> list[str]:
-    """Heads for a model, each with its command; folders: of possible heads, with their names."""
-    target = {} if folder is None else config_of(folder)
-    known = known_repositories(model)
-    lines, refused = _own_layers(model, folder, target)
-    for head in find_heads(target, folder, folders):
-        line = f"  {head.name}  {head.note}, {head.refusal or 'here' + known.get(head.name, '')}"
-        if head.refusal is None:
-            lines += [line, _command(model, head.folder)]
-        else:
-            refused.append(line)
-    for name, note in known.items():
-        lines += [f"  {name}  to be fetched{note}", _command(model, name)]
-    lines += refused
-    return [f"Trained heads for {model} (--draft-model):", *lines] if lines else []
+    """Heads for a model, each with its command; places: of possible heads, with their names."""
+    own = [] if folder is None else own_layer(folder)
+    heads = [*own, *find_heads(model, folder, places), *fetched(model)]
+    heads.sort(key=lambda one: one.refusal is not None)
+    return [f"Trained heads for {model} (--draft-model):", *_lines(model, heads)] if heads else []
 
 
-def _own_layers(model: str, folder: Path | None, config: Config) -> tuple[list[str], list[str]]:
-    """Lines about a model's own prediction layers: those to take, and those that are refused."""
-    own = "  its original repository  multi-token prediction"
-    if (other := of_type(config, OTHER_FORMULAS)) is not None:
-        return [], [f"{own}, not to be loaded: it {other}"]
-    if (family := of_type(config, FAMILIES)) is None or folder is None:
-        return [], []
-    prefix = family.prefix_at(text_part(config)).rstrip(".")
-    if (found := own_head(folder, model).found) is not None:
-        here = f"  its own folder  multi-token prediction ({prefix}), here"
-        return [here, _command(model, found)], []
-    return [f"{own} ({prefix}), to be fetched"], []
+def fetched(model: str, *, small: bool = False) -> list[Candidate]:
+    """The heads that are known for a model by its name, or small models, to be fetched."""
+    known = known_repositories(model, small)
+    return [Candidate(name, "to be fetched" + note, name) for name, note in known.items()]
 
 
-def _models(model: str, target: Path | None, where: Path | None) -> tuple[list[str], list[str]]:
-    """Lines about draft models: those here and those known, and those that cannot serve."""
-    able, refused = list[str](), list[str]()
-    for one in () if target is None else find_candidates(model, where):
-        if one.refusal is not None:
-            refused.append(f"  {one.name}  {one.refusal}")
-            continue
-        cost = f"a token costs about {one.cost:.2f} of the target's{one.note}"
-        able += [f"  {one.name}  {_size(one.size)}, {cost}", f"    {one.expectation()}"]
-        able.append(_command(model, one.folder))
-    for name in known_repositories(model, small=True):
-        able += [f"  {name}  to be fetched", _command(model, name)]
-    return able or [f"  none in {where or 'the Hugging Face cache'}"], refused
+def _lines(model: str, candidates: Iterable[Candidate]) -> list[str]:
+    """Each candidate, and the command to paste where it can serve."""
+    lines = []
+    for one in candidates:
+        said = (one.kind, one.refusal or one.note or one.doubt)
+        lines.append(f"  {one.name}  {', '.join(filter(None, said))}")
+        if one.cost:
+            lines.append(f"    {one.expectation()}")
+        if one.refusal is None:
+            lines.append(_command(model, one.place))
+    return lines
 
 
-def _command(model: str, draft: Path | str | None = None) -> str:
+def _command(model: str, draft: str | None = None) -> str:
     """The command to paste."""
     drafting = "" if draft is None else f" --draft-model {draft}"
     return f'    specdec-mlx generate --model {model}{drafting} --prompt "..."'

@@ -149,8 +149,9 @@ class Head(nn.Module):  # type: ignore[misc]
 
     def otherwise(self, norm_shift: float = 0.0, **changes: Any) -> Head:
         """A copy on the same arrays with other attributes; norm_shift: added to its norms."""
-        ends = [part.ends for part in (self, *self.levels)]
-        other = copy.deepcopy(self, {id(one): one for one in ends})
+        # all that is no weight is shared
+        attributes = (vars(part).values() for part in (self, *self.levels))
+        other = copy.deepcopy(self, {id(one): one for some in attributes for one in some})
         for part in (other, *other.levels):
             for name, value in changes.items():
                 setattr(part, name, value)

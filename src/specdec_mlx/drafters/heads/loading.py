@@ -38,7 +38,7 @@ from specdec_mlx.drafters.heads.mtp import (
     of_type,
     text_part,
 )
-from specdec_mlx.drafters.heads.one_pass import DFlash, DFlash2, DSpark, Medusa
+from specdec_mlx.drafters.heads.one_pass import DFlash, Medusa
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import HeadError, ModelFolderError
@@ -164,8 +164,8 @@ def _eagle(source: HeadSource) -> Head:
     return head
 
 
-def _dflash(source: HeadSource, kind: type[DFlash] = DFlash) -> Head:
-    head = kind(source.files.config, source.ends, source.variant.layers)
+def _dflash(source: HeadSource) -> Head:
+    head = DFlash(source.files.config, source.ends, source.variant.layers)
     head.own(logits=source.rows("d2t"))
     return head
 
@@ -275,12 +275,10 @@ FORMATS: dict[str, Format] = {
         "DSpark, a block with a Markov chain",
         # dspark_... are keys of a target that contains one
         r"dspark(?!_)|\bmarkov_rank=",
-        partial(_dflash, kind=DSpark),
+        _dflash,
         _STYLE,
     ),
-    "dflash2": Format(
-        "DFlash 2", r"dflash2|\bselector_rank=", partial(_dflash, kind=DFlash2), _STYLE
-    ),
+    "dflash2": Format("DFlash 2", r"dflash2|\bselector_rank=", _dflash, _STYLE),
     "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
     "peagle": Format("P-EAGLE, which drafts in parallel", "peagle|p_eagle"),
     "eagle3": Format(

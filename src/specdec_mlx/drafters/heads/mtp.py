@@ -41,6 +41,7 @@ class MTPFamily:
     layer, here: prefix of the decoder layer itself, in the checkpoint and in mlx-lm's model.
     renamed: beginnings of names in it, the checkpoint's -> mlx-lm's.
     changes: of the config, for a model of this layer alone. adapted: changes that model.
+    make_cache: makes the caches of that model.
     body, final_norm: mlx-lm's names in that model. attributes: set on the body.
     hidden_first: the state comes before the embedding. norms_less_one: norms are stored as w - 1.
     pre_norm: it reads states before a final norm, and its own final norm belongs to the head.
@@ -57,6 +58,7 @@ class MTPFamily:
     renamed: Mapping[str, str] = field(default_factory=dict)
     changes: Config | Callable[[Config, int], Config] = field(default_factory=dict)
     adapted: Callable[[nn.Module], None] = lambda model: None
+    make_cache: Callable[[nn.Module], list[Any]] = make_prompt_cache
     body: str = "model"
     final_norm: str = "norm"
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -145,9 +147,8 @@ class HalfLayer(nn.Module):  # type: ignore[misc]
 
 
 def keep_half_of_its_layer(model: nn.Module) -> None:
-    """Replace the layer of a model with one layer by half of it, with a cache for that."""
+    """Replace the layer of a model with one layer by half of it."""
     model.model.layers = [HalfLayer(model.model.layers[0])]
-    model.make_cache = lambda: [CacheList(KVCache())]
 
 
 def _step(config: Config, depth: int) -> Config:
@@ -204,6 +205,7 @@ FAMILIES: dict[str, MTPFamily] = {
         renamed={"transformer_layer.mlp.": "mlps.0.", **{f"{n}.": f"{n}.0." for n in _HALVED}},
         changes={"num_layers": 1},
         adapted=keep_half_of_its_layer,
+        make_cache=lambda model: [CacheList(KVCache())],
     ),
     "step3p5": MTPFamily(
         "step3p5",
@@ -274,6 +276,16 @@ def layer_prefixes(config: Config, names: Collection[str]) -> list[str]:
     return [] if family is None else family.prefixes_in(names, text_part(config))
 
 
+@dataclass(frozen=True)
+class Shell:
+    """The model of mlx-lm's that a layer was made in, kept apart from the head's own parts.
+
+    It makes the layer's caches, and converts weights.
+    """
+
+    model: nn.Module
+
+
 class MTPHead(RecurrentHead):
     """A multi-token prediction layer, with those of further tokens.
 
@@ -312,8 +324,7 @@ class MTPHead(RecurrentHead):
         self.body = body
         if "lm_head" in family.names:
             self.own(logits=ends.vocab_size)
-        # not among the parts
-        self.shell: Callable[[], nn.Module] = lambda: shell
+        self.shell = Shell(shell)
         self.moves_on = self.grows_trees = family.further == "again"
         self.chained = family.further != "side by side"
         depths = range(depth + 1, depth + num_layers)
@@ -333,7 +344,7 @@ class MTPHead(RecurrentHead):
 
     def make_cache(self) -> list[Any]:
         """New caches, as the target makes them for such a layer."""
-        return list(make_prompt_cache(self.shell()))
+        return self.family.make_cache(self.shell.model)
 
     def notes(self) -> list[str]:
         """Architecture, number and states of its layers, vocabulary, order."""
@@ -381,7 +392,7 @@ def mtp_weights(
     mlx-lm's own conversion takes the decoder layer; norms go around it, since some conversions add
     one.
     """
-    family, shell = head.family, head.shell()
+    family, shell = head.family, head.shell.model
     inside, ours = f"body.{family.here}", family.ours(len(head.body.layers))
     weights, convert = {}, {}
     for name, value in tensors.items():

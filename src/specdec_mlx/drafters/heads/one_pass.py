@@ -88,17 +88,94 @@ def block_layers(said: Config, depth: int, num_layers: int) -> Sequence[int]:
     return [round(1 + i * (most - 4) / (depth - 1)) for i in range(depth)]
 
 
+class GroupedConvolution(nn.Module):  # type: ignore[misc]
+    """DFlash 2's causal convolutions before and after a part of a layer.
+
+    A kernel is `base_kernel` [2, taps, D] and, by group of channels, a projection of the part's
+    input (`GroupedDynamicCausalConv` of the package dflash).
+    """
+
+    def __init__(self, width: int, config: Config) -> None:
+        super().__init__()
+        taps, group = config["conv_kernel_size"], config["conv_group_size"]
+        self.base_kernel = mx.zeros((2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+
+    def around(self, part: Callable[[mx.array], Any], x: mx.array) -> mx.array:
+        """Run a part of a layer on states [1, B, D], with a convolution before and after it."""
+        _, taps, width = self.base_kernel.shape
+        dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
+        kernels = mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
+
+        def convolved(x: mx.array, side: int) -> mx.array:
+            size = x.shape[1]
+            earlier = [mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :size] for back in range(taps)]
+            return (kernels[:, :, side] * mx.stack(earlier, axis=2)).sum(axis=2)
+
+        return convolved(part(convolved(x, 0)), 1)
+
+
+class CandidateSelector(nn.Module):  # type: ignore[misc]
+    """DFlash 2's choice: a score is added to each of a place's `top` tokens, by the token before.
+
+    The authors' sampler knows the temperature alone; here drafts keep to the target's filters.
+    """
+
+    def __init__(self, width: int, config: Config) -> None:
+        super().__init__()
+        table = config["vocab_size"], config["selector_rank"]
+        self.top = config["selector_top_k"]
+        self.note = f"chooses among {self.top} tokens"
+        self.predecessor_codebook = mx.zeros(table)
+        self.successor_codebook = mx.zeros(table)
+        self.hidden_projection = nn.Linear(width, config["selector_rank"], bias=False)
+
+    def __call__(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+        """Logits [n, V] after tokens [n]: of each place's top ones, with their scores."""
+        ids = top_tokens(logits, min(self.top, logits.shape[-1]))
+        first, second = self.predecessor_codebook, self.successor_codebook
+        asked = first[within(before, first)] * self.hidden_projection(states)
+        scores = (second[within(ids, second)] @ asked[..., None])[..., 0]
+        scores = scores + mx.take_along_axis(logits, ids, axis=-1)
+        return spread(scores, ids, logits.shape[-1])
+
+
+class MarkovHead(nn.Module):  # type: ignore[misc]
+    """DSpark's bias of low rank, by the token before; a gated one by the state as well.
+
+    DSpark's estimate of confidence is not read.
+    """
+
+    def __init__(self, width: int, config: Config) -> None:
+        """Raise ValueError for a kind that is not known."""
+        super().__init__()
+        rank, kind = config["markov_rank"], config.get("markov_head_type", "vanilla")
+        if kind not in ("vanilla", "gated"):
+            raise ValueError(f"markov_head_type {kind!r}, expected vanilla or gated")
+        self.note = f"pairs of rank {rank}"
+        self.markov_w1 = nn.Embedding(config["vocab_size"], rank)
+        self.markov_w2 = nn.Linear(rank, config["vocab_size"], bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+
+    def __call__(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+        """Logits [n, V] after tokens [n], with their bias."""
+        made = self.markov_w1(within(before, self.markov_w1.weight))
+        if "gate_proj" in self:
+            made = made * mx.sigmoid(self.gate_proj(mx.concatenate([states, made], axis=-1)))
+        return logits + match_vocab(self.markov_w2(made), logits.shape[-1])
+
+
 class DFlash(LayersHead):
     """A DFlash head; with a draft vocabulary it has a matrix of its own over that.
 
     block_size: with the known first token. causal: by layer, a place does not see later ones of its
     block. logit_cap: logits are cap * tanh(logits / cap). from_anchor: the known token's own place
-    drafts as well. layers: in place of those that the config names.
+    drafts as well. layers: in place of those that the config names. DFlash 2 adds convolutions and
+    a `candidate_selector`, DSpark a `markov_head`.
     """
 
-    kind = "DFlash"
     source = BlockSource
-    corrects = False
 
     def __init__(self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None) -> None:
         said = block_options(config)
@@ -123,6 +200,28 @@ class DFlash(LayersHead):
         self.logit_cap = said.get("final_logit_softcapping") or None
         self.from_anchor = said.get("sample_from_anchor", "markov_rank" in said)
         self.most_drafted = self.block_size - (not self.from_anchor)
+        self.kind = "DFlash"
+        sizes = {"vocab_size": layer.get("vocab_size"), **said}
+        if "selector_rank" in said:
+            self.kind = "DFlash 2"
+            for own in self.layers:
+                own.attention_conv = GroupedConvolution(self.width, said)
+                own.mlp_conv = GroupedConvolution(self.width, said)
+            self.candidate_selector = CandidateSelector(self.width, sizes)
+        if "markov_rank" in said:
+            self.kind = "DSpark"
+            if said["markov_rank"]:
+                self.markov_head = MarkovHead(self.width, sizes)
+
+    @property
+    def correctors(self) -> list[Any]:
+        """The parts that correct the logits of a place by the token before it."""
+        return [self[name] for name in ("candidate_selector", "markov_head") if name in self]
+
+    @property
+    def corrects(self) -> bool:
+        """True if it has any."""
+        return bool(self.correctors)
 
     def rows(self, features: FeatureRows) -> Any:
         """[n, D] the outputs of the target's layers, fused and normed."""
@@ -147,6 +246,10 @@ class DFlash(LayersHead):
 
     def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
         """States [1, B, D] of a block after a layer."""
+        if "attention_conv" in layer:
+            attend = lambda x: layer.self_attn(x, mask, kept)  # noqa: E731
+            h = h + layer.attention_conv.around(attend, layer.input_layernorm(h))
+            return h + layer.mlp_conv.around(layer.mlp, layer.post_attention_layernorm(h))
         made = layer(h, mask, kept)
         # Gemma's layers give their keys, too
         return made[0] if isinstance(made, tuple) else made
@@ -165,121 +268,17 @@ class DFlash(LayersHead):
         logits, cap = super().draft_logits(states) * self.logit_scale, self.logit_cap
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
+    def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+        """Logits [n, V] after tokens [n], from those of the places and their states [n, D]."""
+        for part in self.correctors:
+            logits = part(logits, states, before)
+        return logits
+
     def notes(self) -> list[str]:
-        """Layers, block, vocabulary, windows."""
+        """Layers, block, vocabulary, windows, corrections."""
         layers, *others = super().notes()
-        return [layers, f"blocks of {self.block_size}", *others]
-
-
-class GroupedConvolution(nn.Module):  # type: ignore[misc]
-    """DFlash 2's causal convolutions before and after a part of a layer.
-
-    A kernel is `base_kernel` [2, taps, D] and, by group of channels, a projection of the part's
-    input (`GroupedDynamicCausalConv` of the package dflash).
-    """
-
-    def __init__(self, width: int, taps: int, group: int) -> None:
-        super().__init__()
-        self.base_kernel = mx.zeros((2, taps, width))
-        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
-
-    def around(self, part: Callable[[mx.array], Any], x: mx.array) -> mx.array:
-        """Run a part of a layer on states [1, B, D], with a convolution before and after it."""
-        _, taps, width = self.base_kernel.shape
-        dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
-        kernels = mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
-
-        def convolved(x: mx.array, side: int) -> mx.array:
-            size = x.shape[1]
-            earlier = [mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :size] for back in range(taps)]
-            return (kernels[:, :, side] * mx.stack(earlier, axis=2)).sum(axis=2)
-
-        return convolved(part(convolved(x, 0)), 1)
-
-
-class DFlash2(DFlash):
-    """A DFlash 2 head: convolutions within the block, and a choice among the top tokens.
-
-    The choice adds a score to the logit of each of a place's `top` tokens, by the token before it.
-    The authors' sampler knows the temperature alone; here drafts keep to the target's filters.
-    """
-
-    kind = "DFlash 2"
-    corrects = True
-
-    def __init__(self, config: Config, *args: Any) -> None:
-        super().__init__(config, *args)
-        said = block_options(config)
-        for layer in self.layers:
-            for name in ("attention_conv", "mlp_conv"):
-                sizes = said["conv_kernel_size"], said["conv_group_size"]
-                layer[name] = GroupedConvolution(self.width, *sizes)
-        rank = said["selector_rank"]
-        table = said["vocab_size"], rank
-        self.top = min(said["selector_top_k"], self.ends.vocab_size)
-        choice = self.candidate_selector = nn.Module()
-        choice.predecessor_codebook = mx.zeros(table)
-        choice.successor_codebook = mx.zeros(table)
-        choice.hidden_projection = nn.Linear(self.width, rank, bias=False)
-
-    def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
-        """States [1, B, D] of a block after a layer."""
-        attend = lambda x: layer.self_attn(x, mask, kept)  # noqa: E731
-        h = h + layer.attention_conv.around(attend, layer.input_layernorm(h))
-        return h + layer.mlp_conv.around(layer.mlp, layer.post_attention_layernorm(h))
-
-    def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
-        """Logits [n, V] after tokens [n]: of each place's top ones, with their scores."""
-        choice, ids = self.candidate_selector, top_tokens(logits, self.top)
-        first, second = choice.predecessor_codebook, choice.successor_codebook
-        asked = first[within(before, first)] * choice.hidden_projection(states)
-        scores = (second[within(ids, second)] @ asked[..., None])[..., 0]
-        scores = scores + mx.take_along_axis(logits, ids, axis=-1)
-        return spread(scores, ids, logits.shape[-1])
-
-    def notes(self) -> list[str]:
-        """Layers, block, windows, candidates."""
-        return [*super().notes(), f"chooses among {self.top} tokens"]
-
-
-class DSpark(DFlash):
-    """A DSpark head, for Qwen3 or Gemma 4. Its estimate of confidence is not read.
-
-    A bias of low rank corrects the logits by the token before; a gated one by the state as well.
-    """
-
-    kind = "DSpark"
-    corrects = True
-
-    def __init__(self, config: Config, *args: Any) -> None:
-        super().__init__(config, *args)
-        said = block_options(config)
-        self.rank, kind = said["markov_rank"], said.get("markov_head_type", "vanilla")
-        if not self.rank:
-            return
-        if kind not in ("vanilla", "gated"):
-            raise ValueError(f"markov_head_type {kind!r}, expected vanilla or gated")
-        vocab_size = said.get("vocab_size") or text_part(config)["vocab_size"]
-        pairs = self.markov_head = nn.Module()
-        pairs.markov_w1 = nn.Embedding(vocab_size, self.rank)
-        pairs.markov_w2 = nn.Linear(self.rank, vocab_size, bias=False)
-        if kind == "gated":
-            pairs.gate_proj = nn.Linear(self.width + self.rank, self.rank)
-
-    def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
-        """Logits [n, V] after tokens [n], from those of the places alone and their states."""
-        if not self.rank:
-            return logits
-        pairs = self.markov_head
-        made = pairs.markov_w1(within(before, pairs.markov_w1.weight))
-        if "gate_proj" in pairs:
-            gate = pairs.gate_proj(mx.concatenate([states, made], axis=-1))
-            made = made * mx.sigmoid(gate)
-        return logits + match_vocab(pairs.markov_w2(made), logits.shape[-1])
-
-    def notes(self) -> list[str]:
-        """Layers, block, rank."""
-        return [*super().notes(), f"pairs of rank {self.rank}"]
+        more = [part.note for part in self.correctors]
+        return [layers, f"blocks of {self.block_size}", *others, *more]
 
 
 class Medusa(Head):

@@ -39,10 +39,15 @@ class Unread:
         self.parts.append(rows)
         self.num_rows += rows.shape[0]
 
+    def first(self, num_rows: int) -> mx.array:
+        """The first rows, at most as many as there are."""
+        self.parts = [mx.concatenate(self.parts)]
+        return self.parts[0][:num_rows]
+
     def take(self, num_rows: int) -> mx.array:
         """Remove and return the first rows, at most as many as there are."""
-        rows = mx.concatenate(self.parts)
-        taken, rest = rows[:num_rows], rows[num_rows:]
+        taken = self.first(num_rows)
+        rest = self.parts[0][taken.shape[0] :]
         self.parts, self.num_rows = [rest] if rest.shape[0] else [], rest.shape[0]
         self.start += taken.shape[0]
         return taken
@@ -52,7 +57,10 @@ class HeadReader(DraftSource):
     """A head's side of a generation; an earlier turn in the target's caches is unknown to it.
 
     waiting: the target's states that it was shown. takers: all that take them, this first.
+    reads_alone: it reads what waits by itself where that is much, and not with other texts.
     """
+
+    reads_alone = True
 
     def __init__(
         self, head: Any, prompt: Sequence[int], context: DraftContext, takers: list[Unread]
@@ -64,19 +72,18 @@ class HeadReader(DraftSource):
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; a long prompt is read chunk by chunk."""
-        self.take(features)
-        if self.waiting.num_rows >= MOST_WAITING:
-            mx.async_eval(self.read())
-
-    def take(self, features: FeatureRows) -> None:
-        """Let rows wait."""
         for unread in self.takers:
             unread.add(self.head.rows(features))
+        self.read_if_many()
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens emitted."""
-        self.tokens += tokens
-        if self.waiting.num_rows >= MOST_WAITING:
+        super().observe(tokens)
+        self.read_if_many()
+
+    def read_if_many(self) -> None:
+        """Read what waits, since states take room."""
+        if self.reads_alone and self.waiting.num_rows >= MOST_WAITING:
             mx.async_eval(self.read())
 
     @abstractmethod
@@ -167,16 +174,35 @@ class RecurrentSource(HeadReader):
         self.made = [mx.concatenate([*self.made, made])]
         return made
 
+    def hand_over(self) -> Rollback | None:
+        """Its caches, to become a row, with all pairs but the last; None before the first token."""
+        if len(self.tokens) == self.num_prompt or self.num_unread < 1:
+            return None
+        self.read_pairs(but=1)
+        if not self.first.num_read:
+            return None
+        self.reads_alone = False
+        return self.first.rollback
+
     @property
-    def num_pending(self) -> int:
+    def num_held(self) -> int:
+        """Pairs in its row that count."""
+        return self.first.num_read
+
+    @property
+    def num_unread(self) -> int:
         """Pairs that are complete, and not read."""
         return min(self.waiting.num_rows, len(self.tokens) - 1 - self.waiting.start)
 
-    def take_pairs(self, count: int) -> tuple[mx.array, list[int]]:
-        """States [n, D] and tokens of the next pairs, which count as read."""
+    def unread(self, count: int) -> tuple[list[int], mx.array]:
+        """Tokens [n] and states [n, D] of the next pairs."""
         first = self.waiting.start + 1
+        return self.tokens[first : first + count], self.waiting.first(count)
+
+    def count_read(self, count: int) -> None:
+        """Drop so many pairs, which its row has read."""
         self.first.num_read += count
-        return self.waiting.take(count), self.tokens[first : first + count]
+        self.waiting.take(count)
 
     def read(self) -> list[Any]:
         """Read the complete pairs but the last: the last layer computes only keys and values."""

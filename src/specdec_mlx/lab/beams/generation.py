@@ -88,10 +88,8 @@ def beam_search(
         ValueError: for other bad input, and its subclasses as in `generate`.
     """
     tokenizer = loaded(model, tokenizer)
-    num_beams, max_tokens = (
-        check_int("num_beams", num_beams, 1),
-        check_int("max_tokens", max_tokens, 1),
-    )
+    num_beams = check_int("num_beams", num_beams, 1)
+    max_tokens = check_int("max_tokens", max_tokens, 1)
     prefill_step_size = check_int("prefill_step_size", prefill_step_size, 1)
     chosen = resolve(drafter, draft_model, model, tokenizer)
     tokens = check_prompt(encode(tokenizer, prompt), None, chosen)

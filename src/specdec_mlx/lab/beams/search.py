@@ -214,7 +214,7 @@ class BeamRows:
         with mx.stream(self.stream):
             self.caches.keep([self._row_of[guess.beam] for guess in guesses])
             texts = [[*self.prompt, *guess.beam, *guess.tokens] for guess in guesses]
-            fed = [text[end:] for text, end in zip(texts, self.caches.ends, strict=True)]
+            fed = [text[end:] for text, end in zip(texts, self.caches.lengths, strict=True)]
             logits = self.caches.feed(self.model, fed)
             places: dict[Tokens, tuple[int, int]] = {}
             for row, (guess, tokens) in enumerate(zip(guesses, fed, strict=True)):
@@ -231,7 +231,7 @@ class BeamRows:
         self._row_of = {beam.tokens: self._row_of[beam.tokens[:-1]] for beam in beams}
         end = len(self.prompt) + len(beams[0].tokens) - 1
         with mx.stream(self.stream):
-            self.caches.go_back([min(end, reached) for reached in self.caches.ends])
+            self.caches.go_back([min(end, reached) for reached in self.caches.lengths])
 
 
 def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:

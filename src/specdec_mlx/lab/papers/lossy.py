@@ -81,7 +81,7 @@ class Typical(TreeCoinRule, CoinRule):
     name = "typical"
     matches_greedy = True
     # where no token is typical, the tree is as good as none
-    kept = staticmethod(longest)
+    find_path = staticmethod(longest)
     epsilon: float = 0.09
     delta: float = 0.3
 

@@ -77,10 +77,8 @@ class GuessedDrafter(ModelDrafter):
 
 def guesser_for(drafter: GuessedDrafter) -> Any:
     """The drafter of a draft model; ValueError for one that cannot guess for it."""
-    guesser, what = (
-        as_drafter(drafter.drafter),
-        f"GuessedDrafter: drafter={short_repr(drafter.drafter)}",
-    )
+    guesser = as_drafter(drafter.drafter)
+    what = f"GuessedDrafter: drafter={short_repr(drafter.drafter)}"
     if guesser is None:
         raise ValueError(f"{what} guesses nothing. Use ModelDrafter.")
     if drafter.branches > 1 or drafter.on_every_rank:

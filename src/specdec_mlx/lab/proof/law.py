@@ -137,7 +137,7 @@ class ByRule:
             if self.parents is None:
                 kept = [tuple(range(int(rule.num_accepted(self.to(row))))) for row in coins]
             else:
-                kept = [tuple(rule.kept(row.tolist(), self.parents)) for row in coins]
+                kept = [tuple(rule.find_path(row.tolist(), self.parents)) for row in coins]
             paths = list(dict.fromkeys(kept))
             self._falls[size] = coins, paths, [paths.index(path) for path in kept]
         return self._falls[size]
