@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 22_250,
-    "library": 123_770,
+    "library": 124_300,
     "lab": 72_900,
     "server": 44_150,
 }

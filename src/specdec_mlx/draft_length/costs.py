@@ -35,7 +35,6 @@ SINGLE = 2.0  # bound of a width that was measured once, in excesses of the prio
 MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: no draft pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
-RELATED_WEIGHT = 0.5  # of a measurement at another depth, or of other rows, in measurements
 RIDGE = PRIOR_WEIGHT, 1.0, 10.0
 """Weights of the prior scale, of "copied rows cost the same" and of "depth changes nothing", in
 measurements over five rows."""
@@ -102,7 +101,7 @@ class CostModel:
     An isotonic fit through the measurements and the prior. The prior's excess over one row is
     scaled. A linear regression over all related measurements finds the scale by two features: the
     depth, and whether the rows copy text, where a model has experts (copied rows take the experts
-    of their neighbours). Related measurements count too, but less than this model's own.
+    of their neighbours). Related measurements count half as much as this model's own.
 
     Attributes:
         first_rows: rows of the widest pass that may be tried at first.
@@ -267,7 +266,7 @@ class CostModel:
                 is_own = model is self and kind == is_copied
                 times = scale / other[kind] if other[kind] > 0 and not is_own else 1.0
                 for rows, (ratio, num) in found.items():
-                    weight = num if is_own else RELATED_WEIGHT * num
+                    weight = num if is_own else num / 2
                     points.setdefault(rows, []).append((1.0 + times * (ratio - 1.0), weight))
         weighed = []
         for rows in sorted(points):
