@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 22_250,
-    "library": 124_300,
+    "library": 124_350,
     "lab": 72_900,
     "server": 44_150,
 }

@@ -325,7 +325,7 @@ def test_who_asks_outside_of_the_loop_gets_the_loops_choice(model: Any, text: li
     begun = Alone(drafter, model).begin(PROMPT, DraftContext())
     drafted.append(to_list(begun.propose(9).tokens))
     conformance = DrafterConformance(drafter, VOCAB, None, [PROMPT], 1, False)
-    drafted.append(to_list(conformance._propose(conformance._begin(PROMPT), 9).tokens))
+    drafted.append(to_list(conformance.begin(PROMPT).propose(9).tokens))
     assert drafted == [text[:9]] * 3
 
 
