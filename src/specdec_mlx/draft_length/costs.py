@@ -259,7 +259,14 @@ class CostModel:
 
     def _curve(self, is_copied: int, scales: list[tuple[float, float]]) -> dict[int, float]:
         """The isotonic fit for new or copied rows."""
-        scale = scales[self.related.index(self)][is_copied]
+        scale, own = scales[self.related.index(self)][is_copied], self._measured[is_copied]
+        # wide passes take another kernel, which narrow passes tell little about
+        if self.prior.fits and max(own, default=0) <= FIRST_ROWS:
+            believed = measured = PRIOR_WEIGHT * (1.0 + self._excess[FIRST_ROWS])
+            for rows, (ratio, num) in own.items():
+                believed += num * (1.0 + self._excess[rows])
+                measured += num * ratio
+            scale = min(scale, measured / believed)
         points = {m: [(1.0 + scale * more, PRIOR_WEIGHT)] for m, more in self._excess.items()}
         for model, other in zip(self.related, scales, strict=True):
             for kind, found in enumerate(model._measured):
