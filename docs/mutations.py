@@ -111,6 +111,7 @@ EQUIVALENT: dict[str, str] = {
     "rules.Block.accept_probs: `xp.where(xp.isnan(mass), weights, 1)` → `weights`": "Where the row "
     "is a distribution, 0/0 has the weight 1.",
     "rules.Block: `True` → `False` (again)": FROZEN,
+    "rules.AutoRule: `True` → `False`": FROZEN,
     "rules.CoinRule: `False` → `True`": "Every rule of ours says it for itself.",
     "rules.running_weights: `xp.ones_like` → `xp.zeros_like`": "It keeps the place of p_0; "
     "no run of tokens contains it.",

@@ -56,8 +56,8 @@ CORE = tuple(
 
 TOKENS = {
     "core": 22_250,
-    "library": 124_350,
-    "lab": 72_900,
+    "library": 124_450,
+    "lab": 71_800,
     "server": 44_150,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.

@@ -35,7 +35,6 @@ def chain(num_tokens: int) -> list[int]:
 
 
 def first_path(parents: Sequence[int]) -> list[int]:
-    """Nodes of the chain of first children."""
     path: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (path[-1] if path else ROOT):
@@ -158,6 +157,7 @@ class Draft:
         """
         if self.parents is None:
             return self
+        # The path is chosen by shape only. A choice by token values would change the distribution.
         return self._some(first_path(self.parents))
 
     def until(self, end_tokens: Set[int]) -> Draft:
@@ -167,6 +167,7 @@ class Draft:
         """
         new_index = {ROOT: ROOT}  # node -> its index among the nodes that stay
         for node, parent in enumerate(self.tree):
+            # A node stays if its parent stays and does not end the text.
             if parent in new_index and (parent == ROOT or self.tokens[parent] not in end_tokens):
                 new_index[node] = len(new_index) - 1
         if self.parents is None:
@@ -281,6 +282,8 @@ class DraftContext:
         assert self.noise is not None
         assert self.vocab_size is not None
         places = [
+            # A coupled draft token must share the noise that the target will use at its own
+            # position.
             ("target", start + index) if self.coupled else (f"draft {index}", start)
             for index in range(first, first + n)
         ]
@@ -291,7 +294,8 @@ class Session(ABC):
     """All that a drafter changes in the course of one generation.
 
     A session needs only `propose` and `observe`. A class with these methods works without
-    inheriting (see `strangers`). The tokens observed after a proposal begin with its accepted part.
+    inheriting (see `duck_typed`). The tokens observed after a proposal begin with its accepted
+    part.
 
     Attributes:
         cheap: proposing is microseconds of host work, and a draft may be thrown away.
@@ -370,7 +374,7 @@ class Drafter(ABC):
     """Frozen configuration of a way to draft; reusable and shareable between generations.
 
     A drafter needs only `begin`. A class with this method works without inheriting (see
-    `strangers`).
+    `duck_typed`).
 
     Attributes:
         branches: most tokens that it proposes at a place. More than one makes trees.
@@ -439,7 +443,6 @@ def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
 
 
 def models_of(drafter: Drafter | None) -> list[nn.Module]:
-    """The models of a drafter and of its parts, without repetition."""
     models = (model for part in all_drafters(drafter) for model in part.models())
     return list({id(model): model for model in models}.values())
 

@@ -142,7 +142,6 @@ def leading_run(coins: Bool[Array, " k"]) -> Integer[Array, ""]:
 
 
 def namespace_of(array: Any) -> Any:
-    """The library, MLX or NumPy, of an array."""
     return mx if isinstance(array, mx.array) else np
 
 

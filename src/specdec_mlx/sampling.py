@@ -234,7 +234,6 @@ def _cells(function: Any) -> dict[str, Any] | None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """True if two samplers are the same functions over the same values."""
     cells_a, cells_b = _cells(a), _cells(b)
     if cells_a is None or cells_b is None or a.__code__ != b.__code__:
         return False

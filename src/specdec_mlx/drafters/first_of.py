@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter, Session
-from specdec_mlx.strangers import as_drafter, begin_session
+from specdec_mlx.duck_typed import as_drafter, begin_session
 
 
 class Several(Drafter):

@@ -39,7 +39,7 @@ from specdec_mlx.drafters.writing import (
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.trees.passes import TreeLayout, next_level, takes_trees, tree_pass
+from specdec_mlx.trees.tree_pass import TreeLayout, next_level, takes_trees, tree_pass
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from specdec_mlx.errors import TokenizerMismatchError
-from specdec_mlx.memory.kept import PROBES, SAMPLES, fingerprint_of
+from specdec_mlx.memory.persistent import PROBES, SAMPLES, fingerprint_of
 from specdec_mlx.models.loading import PerModel, unwrapped
 
 

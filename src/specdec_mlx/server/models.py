@@ -35,10 +35,11 @@ from specdec_mlx.drafters.choosing.choice import (
 )
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER
 from specdec_mlx.drafters.heads.loading import load_head
+from specdec_mlx.duck_typed import as_given
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.memory import Memory
-from specdec_mlx.memory.kept import KeptFile
+from specdec_mlx.memory.persistent import PersistentStore
 from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
 from specdec_mlx.mlx_lm_plugin.generation_config import ARGUMENTS, described, recommended_sampling
@@ -53,7 +54,6 @@ from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.pictures import Sight
 from specdec_mlx.server.prefix_files import PrefixFiles, files_for, stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
-from specdec_mlx.strangers import as_given
 
 MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
 
@@ -386,7 +386,7 @@ class Models:
         parts = [as_given(part) for drafter in drafters for part in all_drafters(drafter)]
         options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
         for kept in (*options, self.flags.remembered):
-            if isinstance(kept, KeptFile):
+            if isinstance(kept, PersistentStore):
                 if is_given:
                     kept.check_tokenizer(loaded.tokenizer)
                 kept.refuses_others = False

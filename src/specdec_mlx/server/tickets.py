@@ -20,7 +20,7 @@ from specdec_mlx.drafters.grammar import (
     compiled_tokenizer,
 )
 from specdec_mlx.loop import Token
-from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
+from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches, predicting
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids

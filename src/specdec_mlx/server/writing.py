@@ -17,8 +17,8 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.passes import reads_caches
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import Drafter, all_drafters
 from specdec_mlx.drafters.first_of import FirstOf
@@ -110,7 +110,7 @@ class WritingAlone:
             except BaseException:
                 generation.drafting.close(0)
                 raise
-        yield from generation.written()
+        yield from generation.generate()
 
     def step(self) -> None:
         """Read a part of the prompt, or write a token."""

@@ -58,7 +58,7 @@ from specdec_mlx.lab.bench.timing import (
     time_generation,
 )
 from specdec_mlx.lab.commands import bench as bench_command
-from specdec_mlx.lab.counterfactual import ratio_of
+from specdec_mlx.lab.estimates import ratio_of
 from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.target import LazyPass

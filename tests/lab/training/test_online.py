@@ -30,7 +30,7 @@ from specdec_mlx.lab.training.learner import Learner
 from specdec_mlx.lab.training.online import Bounds, OnlineDrafter, OnlineTrainer, learning_on
 from specdec_mlx.lab.training.run import PLAN, Data, Plan, train
 from specdec_mlx.lab.training.trainees import Size, Trainee
-from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
+from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.server.flags import ServerSettings

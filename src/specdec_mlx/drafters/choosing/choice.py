@@ -36,10 +36,10 @@ from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.suffix import SuffixDrafter
+from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.strangers import as_drafter
 
 AnyDrafter = Drafter | nn.Module | str | Path | list[Any] | None
 """What `drafter=` takes: a drafter, the name of one, a loaded model, the folder or repository of a

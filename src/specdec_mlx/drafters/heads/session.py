@@ -24,7 +24,7 @@ from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
 from specdec_mlx.drafters.writing import DraftSource, Parents
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.trees.passes import next_level, pass_over, patch_ropes, takes_trees, view_of
+from specdec_mlx.trees.tree_pass import next_level, pass_over, patch_ropes, takes_trees, view_of
 
 
 class Unread:

@@ -9,7 +9,7 @@ from typing import Any
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter, Session
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE
 from specdec_mlx.drafters.model import ModelReader
-from specdec_mlx.strangers import as_given, begin_session
+from specdec_mlx.duck_typed import as_given, begin_session
 
 
 def begin_ahead(

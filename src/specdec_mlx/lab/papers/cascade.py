@@ -31,8 +31,8 @@ from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import Several, context_for
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.duck_typed import as_drafter, begin_session
 from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
-from specdec_mlx.strangers import as_drafter, begin_session
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4

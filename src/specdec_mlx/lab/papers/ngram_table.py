@@ -19,7 +19,7 @@ from specdec_mlx.drafters.ngram import (
 )
 from specdec_mlx.files import Count
 from specdec_mlx.memory.file import FileHeader, Integers
-from specdec_mlx.memory.kept import KeptFile, opened
+from specdec_mlx.memory.persistent import PersistentStore, opened
 
 
 class TableHeader(FileHeader, kw_only=True):
@@ -32,7 +32,7 @@ class TableHeader(FileHeader, kw_only=True):
     orders: list[tuple[Count, Count]]
 
 
-class NGramTable(KeptFile):
+class NGramTable(PersistentStore):
     """Counts of what followed each context, for `TabledNGramDrafter`; thread-safe.
 
     max_order, min_order, max_entries: as there. tokenizer: as of a `Memory`.

@@ -26,7 +26,7 @@ from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.lab.papers.tree_drafts import TokenPath
-from specdec_mlx.memory.kept import fingerprint_of
+from specdec_mlx.memory.persistent import fingerprint_of
 from specdec_mlx.memory.store import Memory
 
 TOP = 8  # successors that are kept of each token, as in the paper

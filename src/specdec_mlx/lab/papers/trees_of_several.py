@@ -22,12 +22,12 @@ from specdec_mlx.draft_length.value import Auto, ValuedSession
 from specdec_mlx.drafters.first_of import CombinedSession, FirstOf, context_for
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter, SuffixSession
+from specdec_mlx.duck_typed import begin_session
 from specdec_mlx.lab.papers.lookahead import LookaheadSession
 from specdec_mlx.lab.papers.recycling import RecyclingDrafter, RecyclingSession, kept_recyclers
 from specdec_mlx.lab.papers.suffix_trees import chains_of
 from specdec_mlx.lab.papers.tree_drafts import draft_of, texts_of
 from specdec_mlx.memory.store import Memory
-from specdec_mlx.strangers import begin_session
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.trees.shape import depths_of
 

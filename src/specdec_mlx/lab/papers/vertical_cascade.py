@@ -29,9 +29,9 @@ from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.model import ModelDrafter, ModelSource
 from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
 from specdec_mlx.drafters.writing import way_of_writing
+from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
-from specdec_mlx.strangers import as_drafter
 from specdec_mlx.token_ids import to_ids, to_list
 
 

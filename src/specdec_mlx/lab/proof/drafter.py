@@ -24,11 +24,11 @@ from specdec_mlx.contracts import (
     Drafter,
     Session,
 )
+from specdec_mlx.duck_typed import as_drafter, as_given, begin_session
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.lab.proof.conformance import Conformance
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.sampling import Noise, Sampling
-from specdec_mlx.strangers import as_drafter, as_given, begin_session
 from specdec_mlx.target import check_distribution, check_draft, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
 

@@ -53,7 +53,7 @@ from specdec_mlx.lab.proof.subject import (
     with_remembered_models,
 )
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.trees.rules import tree_rule_for
+from specdec_mlx.trees.tree_rules import tree_rule_for
 
 SURE = 0.9  # power from which a fault counts as one that would have been found
 

@@ -32,17 +32,17 @@ from specdec_mlx.contracts import (
     Session,
     shares_noise,
 )
-from specdec_mlx.exactness.features import FeatureFeed
+from specdec_mlx.duck_typed import as_drafter, as_given, begin_session
+from specdec_mlx.exactness.feature_feed import FeatureFeed
 from specdec_mlx.exactness.probe import places_of
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.ranks import Ranks
 from specdec_mlx.sampling import Noise, Sampling
-from specdec_mlx.strangers import as_drafter, as_given, begin_session
 from specdec_mlx.target import Verifier, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.trees.passes import VIEWS, view_class
+from specdec_mlx.trees.tree_pass import VIEWS, view_class
 
 Item = TypeVar("Item")
 

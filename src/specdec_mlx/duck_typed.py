@@ -34,6 +34,7 @@ def as_drafter(drafter: Any) -> Any:
         return StrangersDrafter(drafter)
     if isinstance(drafter, type):
         instead = f"give {short_repr(drafter)}()"
+    # A common slip: mlx_lm.load returns model and tokenizer.
     elif isinstance(drafter, tuple):
         instead = "of mlx_lm.load(...) give the model alone; several drafters are a list"
     else:
@@ -174,6 +175,8 @@ class StrangersSession(Session):
 
     def _adapted(self, keyed: Sequence[tuple[str, Any]]) -> list[tuple[str, Session]]:
         return [
+            # A session that lists itself among its parts must stay this object, by which the parts
+            # are compared.
             (key, self if session is self.stranger else as_session(session, self.made_by))
             for key, session in keyed
         ]

@@ -19,9 +19,9 @@ from selection import in_one_test
 from specdec_mlx import rules
 from specdec_mlx.caches import STRATEGIES
 from specdec_mlx.contracts import Evidence, FeatureRows, Features, Step
+from specdec_mlx.duck_typed import as_drafter, begin_session
 from specdec_mlx.lab import check_rule, check_strategy
 from specdec_mlx.rules import CoinRule
-from specdec_mlx.strangers import as_drafter, begin_session
 from test_docs import DOCS, blocks
 
 VOCAB = 128
@@ -124,7 +124,7 @@ def test_two_methods_are_a_drafter() -> None:
     assert (as_drafter(known), as_drafter(None), known) == (known, None, as_drafter(drafter))
     assert (known.features, known.branches, known.drafters, known.models()) == (None, 1, [], [])
     assert not any((known.on_every_rank, known.describe(), known.keeps_draft_cache(CONTEXT)))
-    assert (known.key, known.class_name) == ("test_strangers.TwoMethods", "TwoMethods")
+    assert (known.key, known.class_name) == ("test_duck_typed.TwoMethods", "TwoMethods")
     session = begin_session(known, PROMPT, CONTEXT)
     assert not any((session.cheap, session.forks, session.can_stop, session.reads_target))
     assert session.parts("its") == [("its", session)]
@@ -161,8 +161,8 @@ class Reluctant(CoinRule):
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rules of somebody's distribution; found and forgotten again."""
-    values = {"reluctant": "test_strangers:Reluctant", "block": "test_strangers:Reluctant"}
-    values |= {"broken": "test_strangers:Missing", "no-rule": "pathlib:Path"}
+    values = {"reluctant": "test_duck_typed:Reluctant", "block": "test_duck_typed:Reluctant"}
+    values |= {"broken": "test_duck_typed:Missing", "no-rule": "pathlib:Path"}
     found = [EntryPoint(name, value, "specdec_mlx.rules") for name, value in values.items()]
     for entry in found:
         vars(entry)["dist"] = SimpleNamespace(name="strangers")
