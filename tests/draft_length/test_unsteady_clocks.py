@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ import specdec_mlx as sd
 from benchmarks.recorded_drafts import RecordedDrafter, record_drafts
 from made_up_clocks import PACES, Machine, memory_taken, written
 from selection import in_one_test
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.lab.pair import held_out_openings, load_pair
@@ -118,7 +120,7 @@ class LookUp(sd.Drafter):
                 for token in text.generated
             ]
 
-    def begin(self, prompt: list[int], context: sd.DraftContext) -> scripted.ScriptedSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> scripted.ScriptedSession:
         script = self.scripts[tuple(prompt)]
         session = scripted.ScriptedSession(lambda start, limit: script[start : start + limit])
         session.cheap = True
