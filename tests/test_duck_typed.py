@@ -45,6 +45,12 @@ class Methods:
         self.noted.append(("propose", limit, length))
         return sd.Draft(tokens[:length])
 
+    def propose_after(self, tokens: Sequence[int], limit: int) -> sd.Draft:
+        return sd.Draft([*tokens, 1][:limit])
+
+    def candidates(self, limit: int) -> Sequence[sd.Draft]:
+        return [sd.Draft([one] * min(limit, 2)) for one in (3, 4)]
+
     def observe(self, tokens: Sequence[int]) -> None:
         self.noted.append(("observe", list(tokens)))
         self.done += len(tokens)
@@ -109,6 +115,9 @@ def test_a_drafter_that_inherits_nothing_gets_all_calls(around: Any) -> None:
         items = text(model, around(drafter), num_draft_tokens=3)
         session = begin_session(as_drafter(drafter), PROMPT, CONTEXT)
         assert session.can_stop
+        assert session.looks_ahead
+        assert session.propose_after([8, 9], 3).tokens == [8, 9, 1]
+        assert [draft.tokens for draft in session.candidates(4)] == [[3, 3], [4, 4]]
         assert len(session.propose_while(3, lambda evidence: Step.STOP_BEFORE)) == 0
         assert [item.token for item in items] == coming
         noted.append(drafter.noted)
@@ -127,6 +136,8 @@ def test_two_methods_are_a_drafter() -> None:
     assert (known.key, known.class_name) == ("test_duck_typed.TwoMethods", "TwoMethods")
     session = begin_session(known, PROMPT, CONTEXT)
     assert not any((session.cheap, session.forks, session.can_stop, session.reads_target))
+    assert not session.looks_ahead
+    assert [draft.tokens for draft in session.candidates(2)] == [[0, 0]]
     assert session.parts("its") == [("its", session)]
     items = text(model, drafter)
     assert [item.token for item in items] == scripted.plain(NUM_TOKENS)

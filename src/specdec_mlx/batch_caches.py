@@ -1,4 +1,4 @@
-"""The caches of several texts as the rows of one: slots that are filled together, and masked.
+"""The caches of several texts as the rows of one cache, with masks.
 
 A pass appends the same number of slots to each row. A slot holds a position of its row's text, or
 nothing: padding, or a rejected token. Rotary positions are given per row, and the mask lets a query

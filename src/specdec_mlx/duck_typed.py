@@ -148,6 +148,21 @@ class StrangersSession(Session):
     def forks(self) -> bool:
         return bool(self._get("forks", False))
 
+    def candidates(self, limit: int) -> Sequence[Draft]:
+        """The stranger's, or its draft."""
+        drafts: Sequence[Draft] = self._get("candidates", super().candidates)(limit)
+        return drafts
+
+    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
+        """The stranger's draft after the text and `tokens`."""
+        draft: Draft = self.stranger.propose_after(tokens, limit)
+        return draft
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if the stranger does."""
+        return hasattr(self.stranger, "propose_after")
+
     def see(self, features: FeatureRows) -> None:
         self.stranger.see(features)
 

@@ -1,4 +1,4 @@
-"""Acceptance rules: how much of a draft is kept, and what follows.
+"""Acceptance rules: how much of a draft is accepted, and the token that follows.
 
 A package that declares
 

