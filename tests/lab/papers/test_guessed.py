@@ -329,3 +329,13 @@ def test_nothing_is_guessed_where_a_pass_may_not_be_wide(monkeypatch: pytest.Mon
     session.propose(4)
     assert counting.num_passes == 4
     assert session.propose(0).tokens == NO_DRAFT.tokens
+
+
+def test_guesses_that_were_not_drawn_leave_the_caches() -> None:
+    """A draft that stops early leaves the text alone: a wrong guess would pass for its token."""
+    drafter = lab.GuessedDrafter(tiny.build("llama"), drafter="prompt-lookup:min_ngram=1")
+    text = [*PROMPT, *PROMPT]
+    session: Any = drafter.begin(text, DraftContext(vocab_size=128))
+    assert len(session.propose_while(6, lambda evidence: Step.STOP_AFTER)) == 1
+    assert len(session.source.guesses) > 1
+    assert session.source.rollback.position == len(text)
