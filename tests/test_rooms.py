@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 22_680,
-    "library": 124_170,
+    "library": 125_090,
     "lab": 71_250,
     "server": 43_650,
 }

@@ -28,8 +28,8 @@ import tiny
 from engines import ask, running, settled, submit, with_flags
 from lossless import rows_of
 from selection import FULL, cases, in_one_test
-from specdec_mlx.server.prefix_files import MOST_POINTS, PrefixFiles, stateful, thinned
-from specdec_mlx.server.prefixes import Prefixes
+from specdec_mlx.server.prefix_files import PrefixFiles
+from specdec_mlx.server.prefixes import MOST_POINTS, Prefixes, stateful, thinned
 from specdec_mlx.server.requests import Ended, Transcript
 from tiny_model_folder import write_model_folder
 

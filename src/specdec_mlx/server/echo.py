@@ -12,12 +12,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.server.requests import TextPiece, TokenLogprob
 from specdec_mlx.server.text.logprobs import token_bytes, token_logprob
-from specdec_mlx.server.tickets import AskedText
+from specdec_mlx.server.tickets import ServedText
 
 MOST_ROWS = 128  # positions of one pass: each has a row of logits, as large as the vocabulary
 
 
-def echo(text: AskedText, step_size: int) -> TextPiece:
+def echo(text: ServedText, step_size: int) -> TextPiece:
     """The prompt as it was given; its first token has no log-probability: NaN."""
     request, tokenizer, tokens = text.request, text.loaded.tokenizer, text.prompt.tokens
     is_text = isinstance(request.prompt, str)

@@ -17,9 +17,9 @@ from specdec_mlx.generation import encode
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import reads_calls
-from specdec_mlx.server.models import LONGEST_TEXT
+from specdec_mlx.server.loading import LONGEST_TEXT
 from specdec_mlx.server.pictures import SeenPrompt, Sight, named_only
-from specdec_mlx.server.prefix_files import num_common
+from specdec_mlx.server.prefixes import num_common
 from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
