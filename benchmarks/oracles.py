@@ -13,7 +13,6 @@ from specdec_mlx.draft_length.value import ValuedSession
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.replay import greedy_context, modelled, right_path, top_rows
 from specdec_mlx.lab.bench.timing import Sample
-from specdec_mlx.lab.papers.trees_of_several import candidates_of
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.proposing import proposing
 
@@ -62,11 +61,11 @@ def length_oracle(
 def _num_right(session: Session, most: int, coming: Sequence[int]) -> int:
     """How many of the coming tokens a session proposes, or guesses one after the other."""
     whole = [one for group in session.groups("") for _, one in group]
-    if not any(isinstance(one, ValuedSession) for one in whole):
+    if not any(isinstance(one, ValuedSession) and one.cheap for one in whole):
         return len(right_path(proposing(session, "")(most), coming))
     drafts = [part.propose(most) for _, part in session.parts("")]
-    for _, part in session.parts(""):
-        drafts += candidates_of(part, most)
+    for one in whole:
+        drafts += one.candidates(most)
     return max(len(right_path(draft, coming)) for draft in drafts)
 
 

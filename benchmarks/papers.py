@@ -43,7 +43,7 @@ from specdec_mlx.models.loading import load_model
 from specdec_mlx.rules import AutoRule
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.trees.passes import tree_pass
+from specdec_mlx.trees.tree_pass import tree_pass
 
 MASK = 255  # a byte that no text of UTF-8 has
 LENGTHS = (1, 2, 4)

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import mlx.nn as nn
 
 from specdec_mlx.arguments import parse_draft_length
-from specdec_mlx.batch.generation import BatchGeneration, PassClock
 from specdec_mlx.batch.passes import BatchPasses, OneByOne
+from specdec_mlx.batch.rounds import BatchGeneration, PassClock
 from specdec_mlx.batch.schedule import BatchText, Request, Rounds, Schedule
 from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.draft_length.drafting import Drafting

@@ -111,7 +111,7 @@ def measure(
     contenders = [ours(model, None, NO_DRAFTER, "", temp)]
     if useless is not None:
         drafter, tuning = ModelDrafter(useless), Tuning.for_model(model)
-        paused = ours(model, drafter, PAUSED, "auto", temp, tuning=tuning)
+        paused = ours(model, drafter, PAUSED, "auto", temp, tuning_for_text=lambda: tuning)
         time_generation(paused, texts[0], settings, settings.repeats)  # until it is paused
         contenders += [ours(model, drafter, NEVER_ASKED, "0", temp), paused]
     if temp == 0:

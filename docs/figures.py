@@ -26,7 +26,7 @@ from specdec_mlx.draft_length.costs import CURVES
 from specdec_mlx.lab import plots
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.summary import ALL, Result
-from specdec_mlx.lab.plots import Plot, label_axes, legend
+from specdec_mlx.lab.plots import Plot, finish, label_axes, styled
 from specdec_mlx.views.html import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
 DOCS = Path(__file__).parent
@@ -118,8 +118,7 @@ def staircases() -> Plot:
         ax.plot(rows, costs, style, drawstyle="steps-pre", color=color, label=name)
     ax.set_xticks([1, 5, 9, 13, 20, 32, 48, 64])
     ax.set_ylim(0, 10.5)
-    label_axes(ax, "Cost of a pass on Apple chips", "rows in the pass", "passes over one row")
-    legend(ax)
+    finish(ax, "Cost of a pass on Apple chips", "rows in the pass", "passes over one row")
     figure.supxlabel("Measured by others; sources in chips.tsv", fontsize=7.5, color=GREY)
     return figure
 
@@ -191,7 +190,7 @@ def long_texts() -> Plot:
         ax.set_ylim(0)
         label_axes(ax, record["title"], "", "accepted tokens a pass")
     panels[-1].set_xlabel("tokens of the text", fontsize=9)
-    legend(panels[0], ncols=2, loc="lower left")
+    styled(panels[0].legend)(ncols=2, loc="lower left")
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Does a test fail for each small error in the rules, the sampling, the loop? Writes mutations.md.
+"""Does a test fail for each small error in rules, sampling, rollback and loop? Writes mutations.md.
 
     python docs/mutations.py [--module rules] [--part 1/4] [--results results.json]
 
@@ -33,6 +33,11 @@ TESTS = {
     "rules": ["rules/test_acceptance.py", "rules/test_trees.py"],
     "lab/papers/lossy": ["rules/test_acceptance.py", "rules/test_trees.py"],
     "sampling": ["sampling/test_sampling.py"],
+    "caches": [
+        "caches/test_cache.py",
+        "lab/proof/test_check_strategy.py",
+        "exactness/test_taps.py",
+    ],
     "loop": [
         *("loop/test_loop.py", "loop/test_rounds.py", "test_generation.py"),
         *(
@@ -106,6 +111,7 @@ EQUIVALENT: dict[str, str] = {
     "rules.Block.accept_probs: `xp.where(xp.isnan(mass), weights, 1)` → `weights`": "Where the row "
     "is a distribution, 0/0 has the weight 1.",
     "rules.Block: `True` → `False` (again)": FROZEN,
+    "rules.AutoRule: `True` → `False`": FROZEN,
     "rules.CoinRule: `False` → `True`": "Every rule of ours says it for itself.",
     "rules.running_weights: `xp.ones_like` → `xp.zeros_like`": "It keeps the place of p_0; "
     "no run of tokens contains it.",
@@ -113,6 +119,8 @@ EQUIVALENT: dict[str, str] = {
     "0, the run that begins with the 0 has the product 0, which is the smallest.",
     "lab/papers/lossy.Typical: `True` → `False`": GREEDY,
     "lab/papers/lossy.Typical: `True` → `False` (again)": FROZEN,
+    "caches.Rollback._return_to_checkpoint: `True` → `False`": "A checkpoint holds a state for "
+    "each cache.",
     "loop.module: `256` → `257`": "How often MLX's buffers are freed changes no text.",
     "loop.Generation.verify: `0` → `1`": "Nothing is launched ahead of a round with a draft, "
     "pipelined or not.",
@@ -358,10 +366,10 @@ def page(results: dict[str, bool]) -> str:
     lines = [
         "# Mutations",
         "",
-        "Does a test fail for each small error in rules, sampling and loop? Every operator,",
-        "comparison, number, truth value, condition and choice of function was changed, one at a",
-        "time, each `where` took one side for all, and the module's tests ran until the first",
-        "failure. Made by `docs/mutations.py`.",
+        "Does a test fail for each small error in rules, sampling, rollback and loop? Every",
+        "operator, comparison, number, truth value, condition and choice of function was changed,",
+        "one at a time, each `where` took one side for all, and the module's tests ran until the",
+        "first failure. Made by `docs/mutations.py`.",
         "",
         "| module | mutants | run | found | cannot be found | missed |",
         "|---|---|---|---|---|---|",

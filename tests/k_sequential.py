@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Float, Integer
 
 from specdec_mlx.rules import Array, Law, Rejection, acceptance_probability, namespace_of, residual
-from specdec_mlx.trees.rules import MultiRound
+from specdec_mlx.trees.tree_rules import MultiRound
 
 HALVINGS = 20  # of the interval of the factor, which is then at most 3e-6 C too large, and exact
 

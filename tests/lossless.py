@@ -29,8 +29,8 @@ from specdec_mlx.exactness.recurrent_states import recurrent_states_of, ways_bac
 from specdec_mlx.loop import Token
 from specdec_mlx.models.anatomy import StateReader
 from specdec_mlx.target import Verifier
-from specdec_mlx.trees.passes import takes_trees
 from specdec_mlx.trees.shape import path_to
+from specdec_mlx.trees.tree_pass import takes_trees
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]

@@ -86,7 +86,7 @@ class Machine:
     """A device that works through what was launched, in order. seconds: the host's time.
 
     times: how many times longer each pass takes than at its pace. free_at: when the device will
-    have done all of it.
+    have done all of it. copied: costs of passes over drafts of a look-up, None for those of others.
     """
 
     pace: Pace
@@ -96,6 +96,7 @@ class Machine:
     seconds: float = 0.0
     free_at: float = 0.0
     ends: deque[float] = field(default_factory=deque)
+    copied: Curve | None = None
 
     def now(self) -> float:
         """The time."""
@@ -137,7 +138,9 @@ class TimedTarget(RecordedTarget):
     machine: Machine
 
     def launch(self, pending: Any, draft: Draft, *more: Any) -> Any:
-        work = PLAIN * self.machine.passes(len(pending) + len(draft)) * next(self.machine.times)
+        machine, is_drafted = self.machine, any(one.confidence for one in draft.evidence or ())
+        passes = machine.passes if is_drafted else machine.copied or machine.passes
+        work = PLAIN * passes(len(pending) + len(draft)) * next(machine.times)
         self.machine.ends.append(self.machine.launch(work))
         return super().launch(pending, draft, *more)
 
@@ -177,13 +180,16 @@ class TimedSession(sd.Session):
 
 def written(
     text: RecordedText,
-    drafter: RecordedDrafter,
+    drafter: sd.Drafter,
     length: int | str,
     machine: Machine,
     tuning: Tuning | None = None,
     is_right: bool = True,
 ) -> SpeculationStats:
-    """The account of a recorded text as it is written on a machine; it is the target's own."""
+    """The account of a recorded text as it is written on a machine; it is the target's own.
+
+    The steps of recorded drafts take time on the machine, and those of other drafters take none.
+    """
     policy = make_draft_length(length, tuning)
     if isinstance(policy, Auto):
         policy.prices.clock = machine.now
@@ -191,8 +197,9 @@ def written(
     target.machine = machine
     sequence = SequenceState(list(text.prompt), len(text.prompt), len(text.generated))
     options: dict[str, Any] = {"keeps_cache": False, "stream": generation_stream}
-    timed: Any = TimedDrafter(drafter, machine, is_right)
-    drafting = Drafting(timed, policy, target, sequence, **options)
+    if isinstance(drafter, RecordedDrafter):
+        drafter = TimedDrafter(drafter, machine, is_right)
+    drafting = Drafting(drafter, policy, target, sequence, **options)
     stats = SpeculationStats()
     clock = MadeUpClock(now=machine.now, machine=machine)
     context = greedy_context(10_000)

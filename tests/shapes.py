@@ -14,7 +14,14 @@ from typing import Any
 from beartype import BeartypeConf, BeartypeHintOverrides, beartype
 from jaxtyping import install_import_hook
 
-CHECKED = ["sampling", "drafters", "stats.counterfactual", "rules", "trees.rules", "lab.papers"]
+CHECKED = [
+    "sampling",
+    "drafters",
+    "stats.counterfactual",
+    "rules",
+    "trees.tree_rules",
+    "lab.papers",
+]
 ARITHMETIC = "residual point_mass draw leading_run namespace_of ratio capped_ratio at row"
 UNCHECKED = {"make_rule", "acceptance_probability", "with_zero_row", *ARITHMETIC.split()}
 """Functions of `rules` that are not checked: `make_rule` has its own errors, and the exact tests

@@ -23,7 +23,7 @@ from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.grammar import GrammarDrafter
-from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
+from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
 
 PROMPT = [5, 17, 99, 3]
 

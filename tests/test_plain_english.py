@@ -180,6 +180,63 @@ def test_the_pages_stay_short() -> None:
     assert sum(len(sentence.split()) for page in found for sentence in page) <= MOST_PROSE
 
 
+VAGUE = re.compile(
+    "_*(asked|Asked|ends|expect|found|given|held|kept|Kept|Level|Loaded|named|own|said|Said|several"
+    "|shown|Taps|taught|told|Unread|whole|written|Written|wrong)_*"
+)
+"""Names that do not say what they hold. A function is a verb phrase, and a class is a noun."""
+
+NOT_YET_CLEAN = ("draft_length", "drafters", "lab", "server")
+"""Rooms that still have such names."""
+
+
+def vague_names(code: str) -> Iterator[tuple[int, str]]:
+    """Line and name of each function, class, argument, variable and attribute with a vague name."""
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                pass
+            case ast.ClassDef(name=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                pass
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                pass
+            case _:
+                continue
+        if VAGUE.fullmatch(name):
+            yield node.lineno, name
+
+
+def test_names_say_what_they_hold() -> None:
+    """No vague name in the rooms that are clean, and at least one in each of the others."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        room = path.relative_to(SOURCE).parts[0]
+        for line, name in vague_names(path.read_text(encoding="utf-8")):
+            found.setdefault(room, []).append(f"{path.relative_to(ROOT)}:{line}: {name}")
+    wrong = {room: names for room, names in found.items() if room not in NOT_YET_CLEAN}
+    assert not wrong, "\n".join(name for names in wrong.values() for name in names)
+    assert [room for room in NOT_YET_CLEAN if room not in found] == []
+
+
+@in_one_test(
+    ("code", "name"),
+    (
+        ("def told(): ...", "told"),
+        ("class Kept: ...", "Kept"),
+        ("def f(own): ...", "own"),
+        ("for found in []: ...", "found"),
+        ("x = lambda given: 0", "given"),
+        ("self._held = 1", "_held"),
+        ("with open(x) as (a, ends): ...", "ends"),
+        ("x.kept, y = whole(1), 'told'", "kept"),
+        ("num_kept = ask(told.kept)", None),
+    ),
+)
+def test_the_lint_finds_vague_names(code: str, name: str | None) -> None:
+    """Names are found where they are given, and not where they are only used."""
+    assert [found for _, found in vague_names(code)] == ([name] if name else [])
+
+
 EXAMPLES = (
     ("The end: the first `length` tokens are all that the caller has.", None),
     ("Keep the whole draft unless it would lose even if every sequence had one this good.", None),

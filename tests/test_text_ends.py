@@ -21,7 +21,7 @@ from exact import ByRule, Rounds
 from exact_trees import TREE_RULES, ByOwnTokens, TreeDrawn
 from scripted import PROMPT, OracleTrees, ScriptedDrafter, plain, target
 from selection import in_one_test
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import ROOT, Draft
 from specdec_mlx.lab import load_pair
@@ -30,7 +30,7 @@ from specdec_mlx.loop import SHORT, Token
 from specdec_mlx.options import Options
 from specdec_mlx.rules import Block
 from specdec_mlx.target import Verifier
-from specdec_mlx.trees.rules import Traversal
+from specdec_mlx.trees.tree_rules import Traversal
 
 VOCAB = 128
 PAIR = load_pair()

@@ -86,7 +86,6 @@ def _value(text: str) -> int | float | bool | str | None:
 
 
 def short_repr(value: object) -> str:
-    """A value for an error: short, on one line, and only the class of a model or of its owner."""
     name = getattr(value, "__name__", None)
     if isinstance(name, str):
         return name
@@ -95,7 +94,6 @@ def short_repr(value: object) -> str:
 
 
 def argument_error(name: str, value: object, expected: str) -> ValueError:
-    """The error for an argument: its name, its value and the expected values."""
     return ValueError(f"{name}={short_repr(value)}: expected {expected}.")
 
 
@@ -130,6 +128,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question with the most similar known name. "" if no name is similar."""
     known = list(known)
     near = difflib.get_close_matches(name, known, 1)
+    # `difflib` misses a known name with a long ending.
     near = near or [one for one in known if len(one) > 3 and name.startswith(one)][:1]
     return f" Did you mean {near[0]}?" if near else ""
 
@@ -163,6 +162,7 @@ def check_names(
 
 def refusal(unknown: Sequence[str], known: Iterable[str] = ()) -> str:
     """The error for unknown arguments and their values, with the flag that is probably meant."""
+    # Only flags are compared. A value may look like anything.
     flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
     for flag in flags:
         # Another program's flag for speculation: name ours.
@@ -187,14 +187,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="explain all flags and exit")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The arguments as a namespace. Unknown arguments end the process."""
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(refusal(unknown, self._option_string_actions))
         return namespace
 
     def check(self, make: Callable[[], T]) -> T:
-        """The result of `make`. Its ValueError and OSError end the process as a wrong flag does."""
         try:
             return make()
         except (ValueError, OSError) as error:
@@ -207,7 +205,6 @@ class Parser(argparse.ArgumentParser):
         super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2, the message, and where to read on."""
         more = "--help-all" if self.rare else "--help"
         self.exit(2, f"{self.prog}: {message}\nAll flags: {self.prog} {more}\n")
 
@@ -219,15 +216,12 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    """Print the help on all flags, and end the process."""
-
     def __call__(self, parser: argparse.ArgumentParser, *others: Any) -> None:
         print(parser.format_help(), end="")
         parser.exit()
 
 
 def parse_draft_length(text: str) -> int | str:
-    """Read a draft length from the command line. Raises ValueError."""
     if text == AUTO:
         return text
     if not text.isdecimal():
@@ -236,7 +230,6 @@ def parse_draft_length(text: str) -> int | str:
 
 
 def registered_names(group: str, *ours: str) -> list[str]:
-    """Our names, and the names that installed packages register. Nothing is imported."""
     return list(dict.fromkeys([*ours, *sorted(entry_points(group=group).names)]))
 
 
@@ -254,7 +247,6 @@ def known(what: str, names: Sequence[str], more: str = "") -> Callable[[str], st
 
 
 def number(kind: type[int | float], least: float, most: float = inf) -> Callable[[str], Any]:
-    """The `type` of a flag that takes a number within bounds."""
     bounds = f">= {least:g}" if most == inf else f"from {least:g} to {most:g}"
 
     def parse(text: str) -> int | float:
@@ -271,13 +263,11 @@ def number(kind: type[int | float], least: float, most: float = inf) -> Callable
 
 
 def add_lighter_arguments(parser: Any) -> None:
-    """Add the flags that make a draft model lighter."""
     text = "Draft with its first layers only."
     parser.add_argument("--draft-layers", type=number(int, 1), metavar="N", help=text)
 
 
 def existing_file(text: str) -> Path:
-    """The path of a file. Raises ValueError with the place where it was expected."""
     path = Path(text).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {path.absolute()}.")
@@ -305,8 +295,6 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Like `argument`, but the flag's value is the text as it was typed."""
-
     @functools.wraps(parse)
     def check(text: str) -> str:
         argument(parse)(text)
@@ -324,6 +312,7 @@ def installed(group: str, what: str, taken: Iterable[str] = ()) -> dict[str, Ent
     known: dict[str, EntryPoint] = {}
     entries = [(package_of(entry), entry) for entry in entry_points(group=group)]
     for package, entry in sorted(entries, key=lambda one: (one[0] != OWN_PACKAGE, one[0])):
+        # The first package by name wins, so that the order of installation has no effect.
         owner = owners.setdefault(entry.name, package)
         if owner == package:
             known.setdefault(entry.name, entry)
@@ -341,7 +330,6 @@ def package_of(entry: EntryPoint) -> str:
 
 
 def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
-    """The class or function of an entry point. Raises MissingPackageError."""
     try:
         kind: Callable[..., Any] = entry.load()
     except (ImportError, AttributeError) as error:
@@ -366,7 +354,6 @@ def make_with(what: str, name: str, kind: Callable[..., T], options: dict[str, A
 
 
 def help_on(kind: Callable[..., Any]) -> str:
-    """A pointer to the options of a class or function."""
     made_by = kind.func if isinstance(kind, functools.partial) else kind
     return f"See help({getattr(made_by, '__name__', made_by)})."
 

@@ -1,4 +1,4 @@
-"""The caches of several texts as the rows of one: slots that are filled together, and masked.
+"""The caches of several texts as the rows of one cache, with masks.
 
 A pass appends the same number of slots to each row. A slot holds a position of its row's text, or
 nothing: padding, or a rejected token. Rotary positions are given per row, and the mask lets a query
@@ -51,7 +51,6 @@ class Slots:
         )
 
     def append(self, new: np.ndarray) -> None:
-        """Add the slots [rows, S] of a pass. Padding, on the right, is `EMPTY`."""
         self.positions = np.concatenate([self.positions, new], axis=1)
         # A query without any key gives NaN, so that padding sees the tokens before it.
         self._queries = np.maximum.accumulate(new, axis=1)
@@ -98,18 +97,14 @@ class Slots:
 
 
 class SlotCache(BatchKVCache):  # type: ignore[misc]
-    """mlx-lm's batch of key-value caches with the masks of `Slots`."""
-
     def __init__(self, slots: Slots) -> None:
         super().__init__([])
         self.slots = slots
 
     def make_mask(self, N: int, window_size: int | None = None, **options: Any) -> mx.array:
-        """Mask of the latest pass, in place of mlx-lm's."""
         return self.slots.mask(N, window_size)
 
     def add_row(self, cache: Any, num_rows: int) -> None:
-        """Add the keys and values of one text after `num_rows` other rows."""
         if num_rows == 0:
             self.keys, self.values, self._idx = None, None, 0
         # `extend` reads the number of rows off it.
@@ -132,7 +127,6 @@ class SlotCache(BatchKVCache):  # type: ignore[misc]
             self._idx = order.shape[1]
 
     def copy_row(self, row: int, like: Any, num_positions: int) -> None:
-        """Copy a row's tokens, in order, into the new cache `like` of a single text."""
         if self.keys is None:
             return
         positions = self.slots.positions[row]
@@ -212,7 +206,6 @@ class BatchCaches:
                 mine.finalize()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, and drop the others."""
         if list(rows) == list(range(len(self.lengths))):
             return
         ids = mx.array(list(rows), mx.int32)
@@ -235,7 +228,6 @@ class BatchCaches:
         return logits
 
     def _begin(self, widths: Sequence[int]) -> None:
-        """Make room for a pass with these numbers of tokens."""
         width = max(widths)
         steps = np.arange(width, dtype=np.int32)[None]
         new = np.array(self.lengths, np.int32)[:, None] + steps
@@ -277,7 +269,6 @@ class BatchCaches:
         return self.lengths
 
     def extract(self, row: int, like: Sequence[Any]) -> list[Any]:
-        """Fill new caches of this model with the contents of a row."""
         for mine, cache in zip(leaves(self.caches), leaves(like), strict=True):
             if isinstance(mine, SlotCache):
                 mine.copy_row(row, cache, self.lengths[row])

@@ -15,7 +15,7 @@ from mlx_lm.generate import BatchResponse, BatchStats, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.arguments import DEFAULT_DRAFTER, argument_error, check_int, check_names
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.generation import Prompt, SpeculativeResponse, TextUnderWay, encode, loaded, speeds
@@ -27,8 +27,6 @@ from specdec_mlx.stop_strings import StopStrings
 
 @dataclass
 class SpeculativeBatchResponse(BatchResponse):  # type: ignore[misc]
-    """mlx-lm's batch response. `speculation` has the account of each text."""
-
     # of each text, on request; mlx-lm 0.31 has neither field
     token_ids: list[list[int]] | None = None
     logprobs: list[list[float]] | None = None
@@ -128,8 +126,6 @@ def _end_at(
 
 
 class BatchGenerateArguments(BatchArguments, total=False):
-    """The keyword arguments of `batch_generate`."""
-
     drafter: AnyDrafter
     draft_model: nn.Module | str | None
     num_samples: int
@@ -279,7 +275,6 @@ def _respond(
 
 
 def _max_tokens(limit: int | Sequence[int]) -> Iterable[int]:
-    """A limit for each prompt. Raises ValueError."""
     if isinstance(limit, Iterable) and not isinstance(limit, str):
         return [max_tokens_of(number, 1) for number in limit]
     return repeat(max_tokens_of(limit, 1))

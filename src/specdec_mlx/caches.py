@@ -288,7 +288,6 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def leaves_of(model: nn.Module) -> list[Any]:
-    """New caches of a model, with nested lists resolved."""
     return list(leaves(make_prompt_cache(model)))
 
 
@@ -353,7 +352,6 @@ class Rollback:
 
     @classmethod
     def of(cls, model: nn.Module, caches: list[Any] | None = None) -> Rollback:
-        """Caches that are at the end of the model's text, or new caches."""
         return cls(caches or make_prompt_cache(model))
 
     def forward(
@@ -410,13 +408,11 @@ class Rollback:
         self.position += num_positions
 
     def drop_checkpoints(self) -> None:
-        """Forget all checkpoints."""
         # A saved buffer is a second reference: kept for longer than its round, it would make every
         # pass copy the cache.
         self.checkpoints = []
 
     def widest_pass(self) -> int | None:
-        """Most positions of the next pass. None for any number."""
         pairs = self.strategies()
         if self._take_any_width:
             return None
@@ -425,7 +421,6 @@ class Rollback:
 
     @property
     def end(self) -> int:
-        """Positions in the caches, earlier texts included."""
         return self.base + self.position
 
     def keep(self, position: int, accepted: Sequence[int]) -> int:
@@ -474,7 +469,6 @@ class Rollback:
         return self.position
 
     def strategies(self) -> list[tuple[Any, Strategy]]:
-        """Every cache that holds state, with its strategy."""
         # Quantization replaces entries of the list.
         if [*map(id, self._strategies_of)] != [*map(id, self.caches)]:
             self._strategies_of = list(self.caches)
@@ -526,7 +520,6 @@ class Rollback:
         return back
 
     def _check(self, dropped: Sequence[int], back: int) -> None:
-        """Raise CacheRollbackError unless every cache dropped `back` positions."""
         for layer, (cache, got) in enumerate(zip(leaves(self.caches), dropped, strict=True)):
             if got != back:
                 raise CacheRollbackError(
@@ -539,7 +532,6 @@ _unusable: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def mark_unusable(caches: Sequence[Any], reason: str) -> None:
-    """Have every later generation refuse these caches, because their contents are unknown."""
     for cache in leaves(caches):
         with suppress(TypeError):  # a class with slots may not allow weak references
             _unusable[cache] = reason
@@ -557,7 +549,6 @@ def is_of_other_thread(error: BaseException) -> bool:
 
 
 def note_other_thread(error: BaseException) -> None:
-    """Explain MLX's error about threads on the exception."""
     if is_of_other_thread(error):
         error.add_note(f"This generation {OTHER_THREAD}")
 
@@ -580,7 +571,6 @@ def refused_after_failure(caches: Sequence[Any]) -> Iterator[None]:
 
 
 def check_usable(caches: Sequence[Any]) -> None:
-    """Raise CacheRollbackError for caches that `mark_unusable` has marked."""
     for cache in leaves(caches):
         reason = None
         with suppress(TypeError):

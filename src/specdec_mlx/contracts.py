@@ -35,7 +35,6 @@ def chain(num_tokens: int) -> list[int]:
 
 
 def first_path(parents: Sequence[int]) -> list[int]:
-    """Nodes of the chain of first children."""
     path: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (path[-1] if path else ROOT):
@@ -158,6 +157,7 @@ class Draft:
         """
         if self.parents is None:
             return self
+        # The path is chosen by shape only. A choice by token values would change the distribution.
         return self._some(first_path(self.parents))
 
     def until(self, end_tokens: Set[int]) -> Draft:
@@ -167,6 +167,7 @@ class Draft:
         """
         new_index = {ROOT: ROOT}  # node -> its index among the nodes that stay
         for node, parent in enumerate(self.tree):
+            # A node stays if its parent stays and does not end the text.
             if parent in new_index and (parent == ROOT or self.tokens[parent] not in end_tokens):
                 new_index[node] = len(new_index) - 1
         if self.parents is None:
@@ -248,6 +249,7 @@ class DraftContext:
         shared_drafts: begins the session of a draft model or head, from (drafter, prompt, context),
             as one of several texts. None for a single text.
         num_unseen: positions at the front of the prompt whose target states no reader gets.
+        on_close: called by a source of logits at its end, with itself and the text [n], or None.
     """
 
     sampling: Sampling | None = None
@@ -261,6 +263,7 @@ class DraftContext:
     target_caches: Verifier | None = None
     shared_drafts: Callable[..., Session] | None = None
     num_unseen: int = 0
+    on_close: Callable[[Any, Sequence[int]], None] | None = None
 
     def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:
         """Standard Gumbel noise [V] for drawing token `index` of a draft.
@@ -281,6 +284,8 @@ class DraftContext:
         assert self.noise is not None
         assert self.vocab_size is not None
         places = [
+            # A coupled draft token must share the noise that the target will use at its own
+            # position.
             ("target", start + index) if self.coupled else (f"draft {index}", start)
             for index in range(first, first + n)
         ]
@@ -291,7 +296,8 @@ class Session(ABC):
     """All that a drafter changes in the course of one generation.
 
     A session needs only `propose` and `observe`. A class with these methods works without
-    inheriting (see `strangers`). The tokens observed after a proposal begin with its accepted part.
+    inheriting (see `duck_typed`). The tokens observed after a proposal begin with its accepted
+    part.
 
     Attributes:
         cheap: proposing is microseconds of host work, and a draft may be thrown away.
@@ -324,6 +330,19 @@ class Session(ABC):
     def forks(self) -> bool:
         """True if its drafts are trees, and trees cost it time."""
         return False
+
+    def candidates(self, limit: int) -> Sequence[Draft]:
+        """All drafts that it has, the likeliest first, for a tree; by default what it proposes."""
+        return [self.propose(limit)]
+
+    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
+        """Continue the text and `tokens`, which may not come. Note nothing of these tokens."""
+        raise NotImplementedError
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if `propose_after` can be called; by default, if it is overridden."""
+        return type(self).propose_after is not Session.propose_after
 
     def see(self, features: FeatureRows) -> None:  # noqa: B027  # optional
         """Take the states of further positions of the text, before those are observed.
@@ -366,11 +385,87 @@ class Session(ABC):
         return [[(key, self)]]
 
 
+class TextIndex(ABC):
+    """A text, indexed so that what may follow it is looked up. `LookUpSession` drafts with it.
+
+    Attributes:
+        cheap: looking up is microseconds of host work, and a draft may be thrown away.
+    """
+
+    cheap: bool = True
+
+    @abstractmethod
+    def append(self, tokens: Sequence[int]) -> None:
+        """Write the text on with the tokens [n] emitted."""
+
+    @abstractmethod
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
+        """Look up 0 to `limit` tokens that may follow the text.
+
+        more: tokens after the text, which may not come. Nothing is noted of these tokens.
+        """
+
+    def chains(self, limit: int) -> Sequence[Draft]:
+        """All chains that may follow, the likeliest first; by default the draft alone."""
+        return [self.draft(limit)]
+
+    def see(self, features: FeatureRows) -> None:  # noqa: B027  # optional
+        """Take the target's rows, as `Session.see`."""
+
+    def see_rejected(  # noqa: B027  # optional
+        self, tokens: Sequence[int], features: FeatureRows
+    ) -> None:
+        """Take rejected tokens [n] and their rows, as `Session.see_rejected`."""
+
+    def close(self, length: int) -> None:  # noqa: B027  # optional
+        """End the text after `length` tokens of prompt and output, as `Session.close`."""
+
+
+class LookUpSession(Session):
+    """One generation of a drafter that looks up what may follow in an index of the text."""
+
+    def __init__(self, index: TextIndex) -> None:
+        self.index, self.cheap = index, index.cheap
+
+    def propose(self, limit: int) -> Draft:
+        """The index's draft."""
+        return self.index.draft(limit)
+
+    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
+        """The index's draft after the text and `tokens`."""
+        return self.index.draft(limit, tokens)
+
+    def candidates(self, limit: int) -> Sequence[Draft]:
+        """All chains of the index."""
+        return self.index.chains(limit)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Write the index's text on."""
+        self.index.append(tokens)
+
+    @property
+    def reads_target(self) -> bool:
+        """True if the index does."""
+        return type(self.index).see is not TextIndex.see
+
+    def see(self, features: FeatureRows) -> None:
+        """Hand the rows to the index."""
+        self.index.see(features)
+
+    def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
+        """Hand the rows to the index."""
+        self.index.see_rejected(tokens, features)
+
+    def close(self, length: int) -> None:
+        """End the index's text."""
+        self.index.close(length)
+
+
 class Drafter(ABC):
     """Frozen configuration of a way to draft; reusable and shareable between generations.
 
     A drafter needs only `begin`. A class with this method works without inheriting (see
-    `strangers`).
+    `duck_typed`).
 
     Attributes:
         branches: most tokens that it proposes at a place. More than one makes trees.
@@ -439,7 +534,6 @@ def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
 
 
 def models_of(drafter: Drafter | None) -> list[nn.Module]:
-    """The models of a drafter and of its parts, without repetition."""
     models = (model for part in all_drafters(drafter) for model in part.models())
     return list({id(model): model for model in models}.values())
 

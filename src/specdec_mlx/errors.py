@@ -1,4 +1,4 @@
-"""Errors with a name: what happened, what was expected, what to do next."""
+"""Named errors. Each message says what happened, what was expected and what to do next."""
 
 
 class PromptError(ValueError):

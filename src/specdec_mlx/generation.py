@@ -163,6 +163,7 @@ def respond(
     began = time.perf_counter()
     with wired_limit(models, [stream]), closing(tokens):
         for n, token in enumerate(tokens, start=1):
+            # As in mlx-lm, an end token counts as "stop" even if it is the last token allowed.
             reason = "length" if n == max_tokens else None
             reason = "stop" if token.token in end_tokens else reason
             prompt_seconds = (text.started or time.perf_counter()) - began
@@ -186,7 +187,6 @@ def prefill_bar() -> Callable[[int, int], None]:
 
 
 def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeResponse]:
-    """Pass responses on, and print them as mlx-lm does, with the account at the end."""
     print("=" * 10)
     response = None
     for response in responses:
@@ -197,7 +197,6 @@ def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeRes
 
 
 def speeds(stats: Any) -> list[str]:
-    """mlx-lm's closing lines for a response or a `BatchStats`."""
     return [
         f"Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec",
@@ -210,8 +209,6 @@ Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class GenerateArguments(TextArguments, total=False):
-    """The keyword arguments of `generate`."""
-
     max_tokens: int
     draft_model: nn.Module | str | None
     drafter: AnyDrafter
@@ -265,6 +262,7 @@ def stream_generate(
     # Stop strings are found in the text here. `speculate` has only tokens.
     tokens = speculate(model, prompt_tokens, chosen, options=replace(how, stop=()))
     read = prompt_tokens if how.input_embeddings is None else how.input_embeddings
+    # A caller who passed a name sees that name in the responses.
     name = drafter if isinstance(drafter, str) else ""
     if not name and chosen is not None:
         name = chosen.class_name
@@ -304,7 +302,6 @@ def generate(
 
 
 def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
-    """mlx-lm's wrapper around a loaded tokenizer. Raises ValueError."""
     check_model(model)
     if tokenizer is None or isinstance(tokenizer, str | Path):
         raise argument_error("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")
@@ -317,6 +314,8 @@ def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
     Raises PromptError for messages where the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
+        # A prompt that begins with the BOS token, such as a formatted template, must not get a
+        # second one.
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         return list(tokenizer.encode(prompt, add_special_tokens=special))
     if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):

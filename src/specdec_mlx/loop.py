@@ -38,6 +38,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
+from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import OptionArguments, Options, noise_of
 from specdec_mlx.ranks import Ranks, SharedDrafting
@@ -53,7 +54,6 @@ from specdec_mlx.sequence import (
     split_cache,
 )
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.strangers import as_drafter
 from specdec_mlx.target import LazyPass, StepwisePass, Verifier, check_model
 
 SHORT = 8  # texts of at most so many tokens are drafted from their first pass on
@@ -151,7 +151,7 @@ def speculate(
         history=history,
     )
     generation.stats.num_unnamed = 0 if drafter is None else num_unnamed
-    return generation.written()
+    return generation.generate()
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Generation:
             options.stream,
         )
 
-    def written(self) -> Generator[Token, None, None]:
+    def generate(self) -> Generator[Token, None, None]:
         """Yield the tokens. On several ranks, every rank yields what rank 0's caller has taken."""
         return self.drafting.as_on_first(self.run())
 
@@ -375,7 +375,6 @@ class Generation:
         return ahead
 
     def observe(self, current: Round, outcome: Outcome) -> None:
-        """Tell the drafter which tokens were emitted, and show it the states of their positions."""
         if self.drafting.features is not None:
             num_known = len(self.sequence.tokens) - len(outcome.tokens)
             start = num_known - current.num_pending
@@ -437,7 +436,6 @@ class Generation:
 
 
 def tokens_of(current: Round, outcome: Outcome, stats: SpeculationStats) -> list[Token]:
-    """The tokens of a round, each with its origin and its log-probabilities."""
     logprobs, tokens = current.under_way.logprobs, outcome.tokens
     num_kept = len(outcome.accepted)
     last: Origin = "plain"

@@ -17,17 +17,15 @@ from specdec_mlx.sampling import Noise, Sampler, Sampling
 
 
 def max_tokens_of(value: Any, least: int = 0) -> int:
-    """A checked number of tokens to generate, -1 for no limit. Raises ValueError."""
     return -1 if value == -1 else check_int("max_tokens", value, least, ", or -1 for no limit")
 
 
 def noise_of(seed: int | None) -> Noise:
-    """The noise of a seed. None takes a seed from MLX's global state. Raises ValueError."""
+    # A seed of None takes one from MLX's global state.
     return Noise.from_global_state() if seed is None else Noise(check_int("seed", seed))
 
 
 def check_sampler(sampler: object) -> None:
-    """Raise ValueError for a sampler that cannot be called."""
     if not callable(sampler) or isinstance(sampler, type):
         how = "a sampler, such as specdec_mlx.Sampling(temp=...)"
         raise argument_error(
@@ -36,7 +34,6 @@ def check_sampler(sampler: object) -> None:
 
 
 def processors_of(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-    """A list of logits processors. Raises ValueError."""
     if isinstance(processors, Sequence) and all(map(callable, processors)):
         return list(processors)
     raise argument_error(
@@ -184,7 +181,5 @@ class TextArguments(BatchArguments, total=False):
 
 
 class OptionArguments(TextArguments, total=False):
-    """All fields of `Options` as keyword arguments."""
-
     max_tokens: int
     tokenizer: Any

@@ -1,4 +1,4 @@
-"""Progress bars: in a terminal or a notebook, and none where nobody sees them."""
+"""Progress bars for terminals and notebooks."""
 
 from __future__ import annotations
 

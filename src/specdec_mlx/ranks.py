@@ -32,7 +32,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.value import DraftLength, Fixed
 from specdec_mlx.errors import DraftError, RankError
-from specdec_mlx.exactness.features import FeatureFeed
+from specdec_mlx.exactness.feature_feed import FeatureFeed
 from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.sampling import Noise
 from specdec_mlx.target import check_draft
@@ -42,8 +42,6 @@ MOST_TOKENS = 64  # longest draft of a generation on several ranks; its message 
 
 
 class State(IntEnum):
-    """State of a rank at a meeting."""
-
     GOES_ON = 0
     LEAVES = 1
     FAILED = 2
@@ -71,7 +69,6 @@ class RankMessage(NamedTuple):
     parents: Sequence[int] | None = None
 
     def numbers(self) -> list[int]:
-        """The message as a list of fixed length."""
         # A collective needs the same shape on all ranks, so that the lists are padded.
         *head, tokens, _ = self
         parents = [parent + 1 for parent in self.parents or ()]
@@ -80,7 +77,6 @@ class RankMessage(NamedTuple):
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> RankMessage:
-        """The message in a list that `numbers` made."""
         state, end, checksum, is_drawn, part, num_tokens, num_parents, *both = numbers
         parents = [parent - 1 for parent in both[MOST_TOKENS:][:num_parents]]
         return cls(state, end, checksum, is_drawn, part, both[:num_tokens], parents or None)
@@ -116,7 +112,6 @@ class Ranks:
         return received
 
     def share_noise(self, noise: Noise) -> Noise:
-        """Rank 0's noise, on every rank."""
         words = noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)
         low, high, is_given = self.gather([*words, noise.is_given])[0]
         return Noise(high << WORD | low, is_given=bool(is_given))
@@ -249,7 +244,6 @@ class SharedDrafting(Drafting):
         return messages[0]
 
     def _received(self, first: RankMessage, local: Draft) -> Draft:
-        """The draft in rank 0's message, with its distribution."""
         logprobs = local.logprobs
         if not self.ranks.is_first and first.part:
             logprobs = self._drawn_anew(first)
@@ -325,7 +319,6 @@ class SharedDrafting(Drafting):
         return self.is_alike
 
     def close(self, end: int) -> None:
-        """Close the session, and wait for the caches."""
         super().close(end)
         # The caller may use collectives of its own next, and passes that still run would mix with
         # them.

@@ -1,4 +1,4 @@
-"""Acceptance rules: how much of a draft is kept, and what follows.
+"""Acceptance rules: how much of a draft is accepted, and the token that follows.
 
 A package that declares
 
@@ -142,7 +142,6 @@ def leading_run(coins: Bool[Array, " k"]) -> Integer[Array, ""]:
 
 
 def namespace_of(array: Any) -> Any:
-    """The library, MLX or NumPy, of an array."""
     return mx if isinstance(array, mx.array) else np
 
 

@@ -1,4 +1,4 @@
-"""The distribution of the next token, and where randomness comes from.
+"""The distribution of the next token, and the source of randomness.
 
 Random numbers are a pure function of seed, purpose and position. MLX's global random state is
 neither read nor moved: with one seed, the target's own draws are the same with any drafter and any
@@ -234,7 +234,6 @@ def _cells(function: Any) -> dict[str, Any] | None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """True if two samplers are the same functions over the same values."""
     cells_a, cells_b = _cells(a), _cells(b)
     if cells_a is None or cells_b is None or a.__code__ != b.__code__:
         return False

@@ -72,7 +72,6 @@ def check_prompt(
 
 
 def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise PromptError for ids that the target lacks."""
     if (highest := max(tokens)) >= vocab_size:
         raise PromptError(
             f"The prompt holds token {highest}; the target has 0 to {vocab_size - 1}. Encode "
@@ -107,7 +106,6 @@ def split_cache(
 
 
 def _check_quantized(model: nn.Module, options: Options) -> None:
-    """Raise ValueError if MLX cannot quantize the model's caches with these options."""
     caches = make_prompt_cache(model, max_kv_size=options.max_kv_size)
     # Only shapes matter, and lazy arrays have them: this pass is never computed.
     model(mx.array([[0]]), cache=caches)
@@ -159,7 +157,6 @@ class SequenceState:
 
     @property
     def not_handed_out(self) -> Sequence[int]:
-        """Generated tokens that the caller does not have yet."""
         return self.tokens[self.prompt_length + self.num_handed_out :]
 
     @property
@@ -316,7 +313,6 @@ def remember(prompt_cache: Sequence[Any] | None, tokens: Sequence[int] | mx.arra
 
 
 def tokens_on(prompt_cache: Sequence[Any] | None) -> list[int]:
-    """Tokens that a prompt cache is known to hold, from its first position on."""
     caches = list(prompt_cache or ())
     remembered = array("q", getattr(next(leaves(caches), None), NAME, b"")).tolist()
     # The caller may have trimmed the caches since.

@@ -1,4 +1,4 @@
-"""Stop strings on text: the first of several strings in a text that comes in pieces."""
+"""Stop strings: they end a text wherever its tokens fall."""
 
 from __future__ import annotations
 

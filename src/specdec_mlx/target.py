@@ -38,9 +38,9 @@ from specdec_mlx.options import Options, check_sampler, processors_of
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import GumbelRows, Noise, Sampler, Sampling, max_window, read_sampler
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.trees.passes import TreeLayout, takes_trees, tree_pass
-from specdec_mlx.trees.rules import tree_rule_for
 from specdec_mlx.trees.shape import depths_of, path_to
+from specdec_mlx.trees.tree_pass import TreeLayout, takes_trees, tree_pass
+from specdec_mlx.trees.tree_rules import tree_rule_for
 
 
 def check_model(model: object) -> None:
@@ -86,7 +86,6 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
 
 
 def check_drafted(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise DraftError for drafted ids [K] that the target lacks."""
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
         unknown = next(token for token in tokens if not 0 <= token < vocab_size)
         raise DraftError(
@@ -125,7 +124,6 @@ class NextToken:
         self._window = max_window(self.processors)
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
-        """Add emitted tokens to the processors' history."""
         if len(tokens):
             new = to_ids(tokens)
             seen = new if self.history is None else mx.concatenate([self.history, new])
@@ -406,7 +404,6 @@ class StepwisePass:
 
 
 def check_next_token(token: int, vocab_size: int) -> None:
-    """Raise VerdictError for a token that the target lacks."""
     if not 0 <= token < vocab_size:
         raise VerdictError(
             f"The next token is {token}; the target has 0 to {vocab_size - 1}. Have your own "
@@ -510,7 +507,6 @@ class Verifier:
         self.next_token.process_row(logprobs, ())
 
     def draft_context(self, tokenizer: Any, draft_cache: list[Any] | None) -> DraftContext:
-        """Facts about the target that a drafter may use."""
         return DraftContext(
             sampling=self.next_token.sampling,
             noise=self.next_token.noise,
@@ -591,7 +587,6 @@ class Verifier:
 
     @cached_property
     def tree_rule(self) -> Any:
-        """The rule for trees, or None if trees cannot be verified."""
         return tree_rule_for(self.rule)
 
     def takes_trees(self) -> bool:

@@ -1,4 +1,4 @@
-"""Token ids on the host and on the device, and the wait between the two."""
+"""Token ids on the host and on the device."""
 
 from __future__ import annotations
 

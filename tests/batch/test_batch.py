@@ -30,8 +30,8 @@ from scripted import OracleDrafter, ScriptedSession
 from selection import cases
 from specdec_mlx import batch_caches as row_caches
 from specdec_mlx import lab
-from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.passes import SharedPasses, make_passes
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import DraftContext, Drafter, Features
 from specdec_mlx.options import Options

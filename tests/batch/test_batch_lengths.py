@@ -21,7 +21,7 @@ import specdec_mlx as sd
 from benchmarks import batches
 from benchmarks.recorded_rows import BilledPasses, RecordedBatch, replay_rows
 from selection import in_one_test
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence
 from specdec_mlx.draft_length.batches import RowLength, SharedLength

@@ -53,7 +53,7 @@ def test_texts_join_in_their_order_where_there_is_a_place() -> None:
     assert [text.uid for text in begin_all(schedule)] == list(range(8, 12))
     assert (schedule.num_open, schedule.has_place, schedule.take()) == (20, False, None)
     texts[3].finish_reason = "length"
-    schedule.part()
+    schedule.move_ended()
     assert [text.uid for text in schedule.leaving] == [3]
     assert [text.uid for text in begin_all(schedule)] == [12]
 

@@ -153,6 +153,46 @@ def test_costs_are_learned_by_the_length_of_the_context_and_the_number_of_texts(
     assert first(5) > 1.6
 
 
+def test_rows_that_copy_text_have_costs_of_their_own_on_a_model_with_experts() -> None:
+    """The factor between the two curves also moves widths that only new rows were measured at.
+    Nothing is learned apart where a model has no experts.
+    """
+
+    def learn(*, has_experts: bool, copied: float = 1.6) -> CostModel:
+        cost_model = Tuning(has_experts=has_experts).cost_model()
+        for _ in range(7):
+            cost_model.add(1, 0.01)
+            for rows, ratio in ((3, 1.85), (5, 2.44), (9, 3.4)):
+                cost_model.add(rows, 0.01 * ratio)
+            for rows, ratio in ((3, 1 + 0.6 * (copied - 1)), (5, copied)):
+                cost_model.add(rows, 0.01 * ratio, is_copied=True)
+        return cost_model
+
+    learned = learn(has_experts=True)
+    assert learned(5) == pytest.approx(2.44, rel=0.05)
+    assert learned(5, is_copied=True) == pytest.approx(1.6, rel=0.05)
+    assert learned(9) == pytest.approx(3.4, rel=0.05)
+    assert 1.8 < learned(9, is_copied=True) < 2.5
+    alike = learn(has_experts=True, copied=2.44)
+    assert alike(9, is_copied=True) == pytest.approx(alike(9), rel=0.1)
+    common = learn(has_experts=False)
+    assert [common(rows, is_copied=True) for rows in WIDTHS] == [*map(common, WIDTHS)]
+
+
+def test_costs_at_a_context_that_is_new_follow_the_slope_of_shorter_ones() -> None:
+    """Rows that grew dearer from 1,000 to 3,000 positions are dearer still at 20,000."""
+    tuning = Tuning()
+
+    def learn(context: int, ratio: float) -> CostModel:
+        return add(add(tuning.cost_model(context), 1, 0.01), 5, 0.01 * ratio)
+
+    first, second = learn(0, 1.3), learn(2 * SHORT_CONTEXT, 1.6)
+    assert first(5) == pytest.approx(1.3, rel=0.05)
+    assert second(5) == pytest.approx(1.6, rel=0.05)
+    assert 1.65 < tuning.cost_model(8 * SHORT_CONTEXT)(5) < 2.0
+    assert first(9) < second(9) < tuning.cost_model(8 * SHORT_CONTEXT)(9)
+
+
 def test_a_draft_costs_its_first_step_and_the_further_ones() -> None:
     """Medians: one slow draft is no verdict, not even the first; none counts for more than can
     matter, and no step for more than a first one.
@@ -186,6 +226,8 @@ def test_the_prior_knows_the_machine_and_the_kind_of_model(monkeypatch):
         chosen.add(tuning.prior)
         known = chip not in ("M9", "arm")
         assert (Tuning.for_model(experts).prior != costs.MILDEST) == known
+        assert Tuning.for_model(experts).has_experts
+        assert not tuning.has_experts
         assert Tuning.for_model(model).prior == costs.MILDEST
     assert len(chosen) == 5  # two are not known
 
@@ -265,10 +307,11 @@ PARTS = {"PromptLookupDrafter": True, "ModelDrafter": False}
 CONTEXTS = (0, 3 * SHORT_CONTEXT)
 
 
-def learned() -> Tuning:
-    tuning = Tuning()
+def learned(*, has_experts: bool = False) -> Tuning:
+    tuning = Tuning(has_experts=has_experts)
     for context in CONTEXTS:
         for rows in (1, 5, 9):
+            tuning.cost_model(context).add(rows, 0.01 * (1 + 0.1 * rows), is_copied=True)
             add(tuning.cost_model(context), rows, 0.01 * (1 + 0.3 * rows), 3)
     for kind, cheap in PARTS.items():
         of = tuning.of(kind, look_up=cheap)
@@ -282,7 +325,9 @@ def answers(tuning: Tuning) -> list[float]:
     """All that a tuning says of a new text."""
     found = []
     for context in (*CONTEXTS, 30 * SHORT_CONTEXT):
-        found += [tuning.cost_model(context)(rows) for rows in range(1, 70)]
+        for is_copied in (False, True):
+            cost_model = tuning.cost_model(context)
+            found += [cost_model(rows, is_copied=is_copied) for rows in range(1, 70)]
     for kind, cheap in {**PARTS, "NeverSeen": True}.items():
         of = tuning.of(kind, look_up=cheap)
         for chances in (of.chances, of.unseen):
@@ -292,12 +337,13 @@ def answers(tuning: Tuning) -> list[float]:
     return found
 
 
-def test_what_was_saved_is_loaded_but_for_the_tokens(tmp_path: Path) -> None:
+@in_one_test("has_experts", [False, True])
+def test_what_was_saved_is_loaded_but_for_the_tokens(has_experts: bool, tmp_path: Path) -> None:
     """The loaded one gives the same answers, and goes on learning in the same way. Tokens are of
     what users wrote: they go to no file.
     """
     path = tmp_path / "new folder" / "tuning.json"
-    original = learned()
+    original = learned(has_experts=has_experts)
     chances = original.of("PromptLookupDrafter").chances
     for _ in range(20):
         chances.learn([4], [False], [123_456_789], 987_654_321)

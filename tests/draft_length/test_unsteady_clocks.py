@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 
+import scripted
 import specdec_mlx as sd
 from benchmarks.recorded_drafts import RecordedDrafter, record_drafts
 from made_up_clocks import PACES, Machine, memory_taken, written
 from selection import in_one_test
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.lab.pair import held_out_openings, load_pair
@@ -95,3 +99,52 @@ def test_a_draft_model_that_is_never_right_drafts_no_more_for_an_unsteady_clock(
         own = machine(pace, 0.1, i)
         drafted += written(text, drafter, "auto", own, Tuning(), is_right=False).drafted
     assert 0 < drafted <= 40
+
+
+# A model with experts
+
+COPIED = Curve(((1, 1.0), (2, 1.11), (5, 1.60), (64, 11.2)))
+NEW = Curve(((1, 1.0), (2, 1.59), (3, 1.85), (5, 2.44), (8, 3.32), (64, 20.0)))
+"""Costs of passes over rows that copy text, and over new rows."""
+
+
+class LookUp(sd.Drafter):
+    """Free drafts, wrong at a share of the places."""
+
+    def __init__(self, texts: list[RecordedText], wrong: float) -> None:
+        self.scripts = {}
+        for seed, text in enumerate(texts):
+            coins = random.Random(seed)
+            self.scripts[tuple(text.prompt)] = [
+                token if coins.random() > wrong else coins.randrange(9_999)
+                for token in text.generated
+            ]
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> scripted.ScriptedSession:
+        script = self.scripts[tuple(prompt)]
+        session = scripted.ScriptedSession(lambda start, limit: script[start : start + limit])
+        session.cheap = True
+        return session
+
+
+@pytest.mark.full
+def test_a_look_up_and_a_draft_model_each_have_the_costs_of_their_own_rows() -> None:
+    """On a model with experts, both come within 0.97 of the best fixed length for their own curve,
+    though they take turns from text to text and share what was learned.
+    """
+    texts, model = lab()
+    drafters = (LookUp(texts, 0.2), model)
+
+    def seconds(length: int | str, tuning: Tuning | None = None) -> list[float]:
+        totals = [0.0, 0.0]
+        for text in texts:
+            for i, drafter in enumerate(drafters):
+                machine = Machine(PACES["steady"](0), NEW, 0.1, copied=COPIED)
+                written(text, drafter, length, machine, tuning)
+                totals[i] += machine.seconds
+        return totals
+
+    best = [min(times) for times in zip(*map(seconds, (3, 4, 5, 9)), strict=True)]
+    auto = seconds("auto", Tuning(has_experts=True))
+    for fastest, found in zip(best, auto, strict=True):
+        assert fastest >= 0.97 * found

@@ -26,14 +26,14 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto
-from specdec_mlx.lab.beams.search import Beam, BeamDrafting
+from specdec_mlx.lab.beams.search import BeamDrafting
 from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.replay import replay_text
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.proof.drafter import DrafterConformance
 from specdec_mlx.lab.proof.subject import Alone
 from specdec_mlx.lab.proposing import proposing
-from specdec_mlx.mlx_lm_plugin.conversation import Wrapper
+from specdec_mlx.mlx_lm_plugin.drafter_wrappers import Wrapper
 from specdec_mlx.token_ids import to_list
 
 PROMPT = [5, 17, 99, 3]
@@ -133,7 +133,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Wrapped(Wrapper):
-    """What `mlx_lm_plugin.conversation` puts around drafters."""
+    """What `mlx_lm_plugin.drafter_wrappers` puts around drafters."""
 
     drafter: Any
 
@@ -320,12 +320,12 @@ def test_who_asks_outside_of_the_loop_gets_the_loops_choice(model: Any, text: li
     assert first.part == "costly"
     drafted: list[list[int]] = []
     beams = BeamDrafting(drafter, PROMPT, DraftContext(vocab_size=VOCAB), generation_stream)
-    beams.follow([Beam()])
-    drafted += map(list, beams.guesses(Beam(), 9))
+    beams.follow([()])
+    drafted += map(list, beams.continued((), 9))
     begun = Alone(drafter, model).begin(PROMPT, DraftContext())
     drafted.append(to_list(begun.propose(9).tokens))
     conformance = DrafterConformance(drafter, VOCAB, None, [PROMPT], 1, False)
-    drafted.append(to_list(conformance._propose(conformance._begin(PROMPT), 9).tokens))
+    drafted.append(to_list(conformance.begin(PROMPT).propose(9).tokens))
     assert drafted == [text[:9]] * 3
 
 

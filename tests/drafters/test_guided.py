@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+
 import specdec_mlx as sd
 import tiny_text
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter, GrammarProcessor, with_forced
 
 
@@ -20,3 +23,18 @@ def test_each_grammar_has_one_drafter_and_no_other_has_any() -> None:
         assert isinstance(both, sd.drafters.FirstOf)
         assert both.drafters[-1] is look_up
         assert len(both.drafters) == 2
+
+
+def test_what_is_forced_after_tokens_that_may_not_come_is_not_noted() -> None:
+    """A grammar can be asked ahead, as a cascade does; its own draft is what it was before."""
+    tokenizer = tiny_text.tokenizer()
+    grammar = GrammarProcessor(Grammar.regex("the cat|a dog"), tokenizer)
+    grammar(mx.array([0]), mx.zeros((1, 300)))  # the text begins after one token
+    session = GrammarDrafter().begin([0], DraftContext(logits_processors=[grammar]))
+    (first,) = tokenizer.encode("the", add_special_tokens=False)[:1]
+    assert len(session.propose(8)) == 0
+    ahead = session.propose_after([first], 8)
+    assert len(ahead) > 0
+    assert len(session.propose(8)) == 0
+    session.observe([first])
+    assert session.propose(8) == ahead

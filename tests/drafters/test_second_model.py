@@ -20,8 +20,8 @@ from specdec_mlx import lab
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, takes_model
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.lab.papers.recycling import SuccessorTable
-from specdec_mlx.memory.kept import fingerprint_of
-from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
+from specdec_mlx.memory.persistent import fingerprint_of
+from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
 from specdec_mlx.server.prefixes import Prefixes
 from tiny_model_folder import write_model_folder
 

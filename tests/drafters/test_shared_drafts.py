@@ -19,7 +19,7 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import cases, in_one_test
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.draft_length.batches import RowLength, SharedLength

@@ -15,11 +15,18 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.contracts import Draft, DraftContext, Evidence, places_class, share_class
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Evidence,
+    Session,
+    places_class,
+    share_class,
+)
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, paths_of, vote, weigh
+from specdec_mlx.drafters.suffix import SURROUNDINGS, paths_of, vote, weigh
 from specdec_mlx.lab import check_drafter
-from specdec_mlx.lab.papers.suffix_trees import chains_of, trie
+from specdec_mlx.lab.papers.suffix_trees import trie
 from specdec_mlx.lab.papers.tree_drafts import texts_of
 from specdec_mlx.memory.index import (
     KNOWN,
@@ -104,7 +111,7 @@ def test_a_text_that_grows_is_searched_like_one_that_was_there(
     assert text.places == ContextIndex(text.ids).places
 
 
-def begin(prompt: Sequence[int], **options: Any) -> SuffixSession:
+def begin(prompt: Sequence[int], **options: Any) -> Session:
     return sd.SuffixDrafter(**options).begin(prompt, CONTEXT)
 
 
@@ -270,15 +277,15 @@ def test_what_was_outvoted_is_offered_and_drafted_as_a_tree() -> None:
     text = [1, 5, 6, 1, 5, 8, 1]
     drafters = sd.SuffixDrafter(), lab.SuffixTreeDrafter()
     session, tree = (drafter.begin(text, CONTEXT) for drafter in drafters)
-    first, *others = chains_of(session, 16)
+    first, *others = tree.candidates(16)
     assert first == session.propose(16)
     draft = tree.propose(16)
     assert draft.parents is not None
     offered = {each for one in others for each in texts_of(one)}
     assert {(5, 6), (5, 8)} <= set(texts_of(draft)) == offered
     assert len(tree.propose(3)) == 3
-    assert chains_of(session, 0) == []
-    assert chains_of(sd.SuffixDrafter().begin([1, 2], CONTEXT), 4) == []
+    assert not tree.candidates(0)
+    assert not lab.SuffixTreeDrafter().begin([1, 2], CONTEXT).candidates(4)
     short = lab.SuffixTreeDrafter(num_draft=2).begin(text, CONTEXT)
     assert short.propose(8).tokens == [5, 8]
     assert lab.SuffixTreeDrafter().key != sd.SuffixDrafter().key

@@ -32,8 +32,8 @@ from specdec_mlx.lab import check_drafter
 from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.replay import RecordedTarget, replay_text
 from specdec_mlx.lab.papers.recycling import SuccessorTable
-from specdec_mlx.lab.papers.tree_drafts import texts_of
-from specdec_mlx.lab.papers.trees_of_several import TreeOf, default_trees, merged
+from specdec_mlx.lab.papers.tree_drafts import merged, texts_of
+from specdec_mlx.lab.papers.trees_of_several import TreeOf, default_trees
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.loop import RoundClock

@@ -22,7 +22,7 @@ import tiny
 from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.caches import Rollback, leaves
 from specdec_mlx.exactness import recurrent_states

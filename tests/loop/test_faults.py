@@ -30,7 +30,7 @@ import specdec_mlx as sd
 import tiny
 from heads import HEADS, random_head
 from selection import FULL, each
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.caches import check_usable
 from specdec_mlx.contracts import DraftContext

@@ -122,6 +122,16 @@ def test_every_drafter_is_told_and_processors_are_not() -> None:
     assert (other, stats.num_unnamed) == (text, 0)
 
 
+def test_a_prompt_known_by_its_embeddings_alone_leaves_no_names_on_the_caches() -> None:
+    """No later drafter may take the places of these positions for tokens."""
+    model = target()
+    caches = make_prompt_cache(model)
+    embeddings = model.model.embed_tokens(mx.array(LAST))
+    options: dict[str, Any] = {"prompt_cache": caches, "input_embeddings": embeddings}
+    assert len(list(sd.speculate(model, [], max_tokens=3, **options))) == 3
+    assert tokens_on(caches) == []
+
+
 def made(kind: str) -> Any:
     """A cache of this class that holds what a test needs of it."""
     arguments = {"RotatingKVCache": (16,), "ChunkedKVCache": (16,), "ArraysCache": (2,)}

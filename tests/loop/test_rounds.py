@@ -41,6 +41,7 @@ from specdec_mlx.lab import check_drafter
 from specdec_mlx.loop import Generation
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import SequenceState
+from specdec_mlx.target import LazyPass
 
 VOCAB = 128
 
@@ -279,9 +280,29 @@ def test_the_policy_learns_and_nobody_is_waited_for_without_need(monkeypatch) ->
     assert handed_out(policy, 4.0, monkeypatch)[1:] == [4.0] * 10
     assert policy.steady == [1.0]  # the first, before any token was handed out
     assert handed_out(None, 4.0, monkeypatch)[1:] == [4.0] * 10
-    for away, waited, own in ((0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)):
+    for away, waited, own in ((0.1, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)):
         # else the caller's time may stand on top: a launch on a CPU takes as long as a pass
-        assert clock.RoundClock(1.0, waited=waited, away=away).was_undisturbed is own
+        assert clock.RoundClock(2.0, waited=waited, away=away).was_undisturbed is own
+
+
+def test_the_hosts_other_work_is_what_drafting_launching_and_waiting_leave() -> None:
+    """Of ten seconds one is for the draft, two build the pass, and three wait for it."""
+    times = iter([0.0, 0.0, 1.0, 3.0, 10.0])
+    of_round = clock.RoundClock(waited=3.0, now=lambda: next(times))
+    of_round.start()
+    of_round.draft_begins()
+    of_round.launch_begins()
+    launched = of_round.launched(Mock(spec=LazyPass, draft=Draft([5]), num_fed=2))
+    assert (launched.draft_seconds, launched.launch_seconds) == (1.0, 2.0)
+    assert of_round.handed_over(None, Mock(spec=Drafting)) == 4.0
+
+
+def test_without_a_drafter_the_next_pass_waits_only_where_ranks_meet_after_the_tokens() -> None:
+    generation = Mock(spec=Generation, drafting=Mock(drafter=None))
+    assert Generation.next_round(generation, Mock(), Mock(), None, emits_first=True) is None
+    generation.verify.assert_not_called()
+    launched = Generation.next_round(generation, Mock(), Mock(), None, emits_first=False)
+    assert launched is generation.verify.return_value
 
 
 class FromThirdRound(Fixed):

@@ -21,7 +21,7 @@ from lossless import noisy_copy
 from scripted import OracleDrafter, always_wrong
 from selection import FULL, in_one_test
 from specdec_mlx import lab
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import Draft, RoundRecord
 from specdec_mlx.drafters.heads.drafter import HeadDrafter

@@ -27,7 +27,7 @@ from specdec_mlx.lab.probing import probe
 from specdec_mlx.loop import Token
 from specdec_mlx.models import anatomy as watching
 from specdec_mlx.target import Verifier
-from specdec_mlx.trees import passes as tree_passes
+from specdec_mlx.trees import tree_pass as tree_passes
 
 REPRESENTATIVE = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "ministral3")
 """One of each kind of attention that trees work on; `test_architectures` measures all others."""

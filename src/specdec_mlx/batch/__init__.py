@@ -1,1 +1,1 @@
-"""Several texts of one model at once, and the schedule of them."""
+"""Several texts of one model, generated together, and their schedule."""

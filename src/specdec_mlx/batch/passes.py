@@ -85,7 +85,6 @@ class SharedPasses(BatchPasses):
 
     @property
     def places(self) -> list[Rollback]:
-        """The positions of the texts in their rows."""
         return [verifier.rollback for verifier in self.verifiers]
 
     @property
@@ -123,6 +122,8 @@ class SharedPasses(BatchPasses):
             for module in verifier.state_reader.modules
         ]
         calls: list[Call] = []
+        # A text alone runs its recurrences step by step, so that rows must do so too to give the
+        # same bits.
         with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
             logits = self.caches.feed(self.model, fed)
         passes = []
@@ -134,12 +135,12 @@ class SharedPasses(BatchPasses):
             if (reader := verifier.state_reader) is not None:
                 pass_.features = reader.rows(calls, logits[row, :num_fed], row)
             passes.append(pass_)
+        # One call for all rows, which share the graph of the pass.
         mx.async_eval([pass_.to_compute for pass_ in passes])
         self._move()
         return list(passes)
 
     def apply_rewinds(self) -> None:
-        """Go back where rows asked to."""
         self.caches.go_back([place.end for place in self.places])
         self._move()
 
@@ -148,15 +149,12 @@ class SharedPasses(BatchPasses):
             place.position = end - place.base
 
     def extract(self, row: int) -> Rollback:
-        """Caches of one text, with what they hold of a row."""
         caches: list[Any] = self.caches.extract(row, make_prompt_cache(self.model))
         return Rollback(caches, self.places[row].position)
 
 
 @dataclass
 class OneByOne(BatchPasses):
-    """A pass for each text, for models whose texts cannot be rows. Only one text is written."""
-
     is_together: ClassVar[bool] = False
 
     @property

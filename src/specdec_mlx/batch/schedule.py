@@ -45,7 +45,7 @@ class Request:
         drafting: the text's own drafting. None for the batch's.
         is_end: called with each token that joins the text. True ends the text there.
         stats: an account to continue.
-        stops, on_progress: as in `PromptReader`.
+        sampler, seed, logits_processors, prefill_stops, prompt_progress_callback: as in `Options`.
     """
 
     prompt: Sequence[int] | mx.array
@@ -59,8 +59,8 @@ class Request:
     drafting: OwnDrafting | None = None
     is_end: Callable[[Token], bool] | None = None
     stats: SpeculationStats | None = None
-    stops: Sequence[int] = ()
-    on_progress: Callable[[int, int], None] | None = None
+    prefill_stops: Sequence[int] = ()
+    prompt_progress_callback: Callable[[int, int], None] | None = None
 
     @property
     def is_read(self) -> bool:
@@ -118,7 +118,6 @@ class BatchText:
         return is_open and reader.num_read == 0 and features is None and not reader.stops
 
     def may_run_ahead(self, round_: Round) -> bool:
-        """True if the next token may be fed before the host knows it."""
         generation = self.generation
         # The first token is known before a drafter is asked for the first time.
         waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
@@ -173,7 +172,6 @@ class Schedule:
     num_inserted: int = 0
 
     def insert(self, request: Request) -> int:
-        """Queue a text. Returns its uid."""
         self.waiting.append((self.num_inserted, request))
         self.num_inserted += 1
         return self.num_inserted - 1
@@ -198,17 +196,14 @@ class Schedule:
 
     @property
     def num_open(self) -> int:
-        """Number of texts that have not ended."""
         return len(self.writing) + len(self.reading) + len(self.waiting)
 
     @property
     def has_place(self) -> bool:
-        """True if one more text may be read or written."""
         return len(self.writing) + len(self.reading) < self.max_texts
 
     @property
     def may_join(self) -> bool:
-        """True if a text may join before the next round."""
         return bool(self.reading) or (bool(self.waiting) and self.has_place)
 
     def may_run_ahead(self, current: Rounds) -> bool:
@@ -224,7 +219,6 @@ class Schedule:
         return None
 
     def to_read(self) -> Iterator[BatchText]:
-        """Texts to read on in before the next round."""
         # One step of each text, or in all about one step while other texts are written, so that
         # those do not stall.
         is_beside, num_read, seen = bool(self.writing), 0, set[int]()
@@ -252,7 +246,6 @@ class Schedule:
         return texts if is_short and not waits and padded * slope <= len(texts) - 1 else []
 
     def join(self, texts: Sequence[BatchText]) -> None:
-        """Begin to write texts whose prompts are read."""
         self.reading = [text for text in self.reading if text not in texts]
         self.writing += texts
         for text in texts:  # it has its own caches now; release the request's
@@ -268,7 +261,7 @@ class Schedule:
                 read = replace(request, prompt_cache=caches, num_read=reader.num_read)
                 self.waiting[i] = uid, read
 
-    def part(self) -> None:
+    def move_ended(self) -> None:
         """Move the texts that have ended from `writing` to `leaving`."""
         self.leaving = [text for text in self.writing if text.finish_reason is not None]
         self.writing = [text for text in self.writing if text.finish_reason is None]

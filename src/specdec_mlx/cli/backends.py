@@ -17,7 +17,6 @@ EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
 
 
 def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
-    """Versions of these distributions, if they are installed."""
     versions = {}
     for name in names:
         try:
@@ -28,7 +27,6 @@ def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
 
 
 def require_mlx() -> None:
-    """Import MLX. MissingBackendError, with what to install, if it does not load."""
     try:
         import mlx.core  # noqa: F401
     except ImportError as error:
@@ -40,7 +38,6 @@ def without_mlx(error: ImportError) -> MissingBackendError:
 
 
 def why_mlx_is_missing(error: ImportError) -> str:
-    """The problem of MLX here, and the command that solves it."""
     if sys.platform != "linux":
         return (
             f"MLX cannot be imported ({error}). On a Mac with Apple silicon: "

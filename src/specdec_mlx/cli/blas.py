@@ -46,7 +46,6 @@ def start_again_with_openblas(command: str) -> dict[str, str]:
 
 
 def needs_openblas() -> bool:
-    """True if this Linux CPU multiplies matrices with the reference BLAS."""
     is_cpu = sys.platform == "linux" and mx.default_device() == mx.cpu
     return is_cpu and blas_name() == REFERENCE_BLAS
 
@@ -75,7 +74,6 @@ def blas_name() -> str:
 
 
 def blas_in(maps: str) -> str:
-    """Matrix library among mapped files (/proc/PID/maps), without NumPy's and SciPy's."""
     files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
     loaded = [f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")]
     names = (name for part, name in KNOWN_BLAS.items() if any(f.startswith(part) for f in loaded))
@@ -83,5 +81,4 @@ def blas_in(maps: str) -> str:
 
 
 def as_shell(variables: dict[str, str]) -> str:
-    """Variables in the syntax of a shell, before a command."""
     return " ".join(f"{name}={value}" for name, value in variables.items())

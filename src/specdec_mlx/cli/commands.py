@@ -95,14 +95,12 @@ def _run(name: str, flags: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """The list of commands."""
     lines = [f"{PROGRAM} COMMAND: speculative decoding for mlx-lm, the same text, sooner.", ""]
     lines += [f"  {name:<13}{text}" for name, text in sorted(commands().items())]
     return "\n".join([*lines, "", f"{PROGRAM} COMMAND --help lists the command's flags."])
 
 
 def commands() -> dict[str, str]:
-    """All commands, with their purposes: the library's and those of installed packages."""
     entries = installed(GROUP, "command", OWN_COMMANDS)
     return OWN_COMMANDS | {name: purpose_of(one) for name, one in entries.items()}
 
@@ -121,7 +119,6 @@ def purpose_of(entry: EntryPoint) -> str:
 
 
 def make_parser(name: str) -> Parser:
-    """The parser of a command that is not mlx-lm's and has no `run`."""
     description = f"{commands()[name]}.".replace("?.", "?").capitalize()
     parser = Parser(prog=f"{PROGRAM} {name}", description=description)
     module_of(name).add_arguments(parser)
@@ -129,7 +126,6 @@ def make_parser(name: str) -> Parser:
 
 
 def module_of(name: str) -> Any:
-    """Import the module of a command. Raises MissingPackageError."""
     if name in OWN_COMMANDS:
         return import_module(f"specdec_mlx.cli.{name}")
     return load(installed(GROUP, "command", OWN_COMMANDS)[name], "command")

@@ -92,7 +92,6 @@ def inspect_installation() -> Installation:
 
 
 def table(here: Installation) -> Iterator[tuple[str, str]]:
-    """Names and values for a bug report."""
     backends = ", ".join(f"{name} {number}" for name, number in here.backends.items())
     yield "specdec-mlx", specdec_mlx.__version__
     yield "backend", f"{here.runs_on} ({backends})" if backends else here.runs_on

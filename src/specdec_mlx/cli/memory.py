@@ -22,7 +22,7 @@ class Actions:
     """The actions of a command on the files of one kind.
 
     Attributes:
-        kind: the class of the objects in the files, a `KeptFile`.
+        kind: the class of the objects in the files, a `PersistentStore`.
         facts: facts about one object, by name.
         empty: makes an object to merge others into, from their paths.
         finish: called before a merged object is saved.
@@ -69,7 +69,6 @@ class Actions:
         return building
 
     def show(self, path: Path) -> None:
-        """Print the contents of a file, one line for each fact."""
         content = self.kind.load(path)
         facts = {
             **self.facts(content),
@@ -93,7 +92,6 @@ class Actions:
         self.show(args.file)
 
     def _export(self, args: argparse.Namespace) -> None:
-        """Write a copy to share. Raises FileExistsError."""
         if args.copy.exists():
             raise FileExistsError(f"{args.copy} is there already. Name a new file.")
         print(f"{args.copy}: {self.kind.load(args.file).export(args.copy):,} bytes")
@@ -115,6 +113,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(args.tokenizer)
+    # A second build reads only the files that have changed.
     memory = Memory.load(args.out) if args.out.exists() else Memory(MOST_TOKENS)
     if args.max_tokens is not None:
         memory.prune(args.max_tokens)
@@ -137,6 +136,5 @@ def _facts(memory: Memory) -> dict[str, str]:
 
 
 def tokenizer_of(model: str) -> Any:
-    """The tokenizer of a model's folder or name. Raises ModelFolderError."""
     with explained(model):
         return load_tokenizer(model)

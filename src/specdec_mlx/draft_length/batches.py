@@ -35,9 +35,11 @@ class SharedLength:
         if width and not any(part in self.models for _, part, _ in rows):
             reaches = [row.reaches(part, draft) for row, part, draft in rows]
             by_place = zip_longest(*reaches, fillvalue=0.0)
-            width, _ = self.prices.best([sum(each) / len(rows) for each in by_place])
+            mean = [sum(each) / len(rows) for each in by_place]
+            width, _ = self.prices.best(mean, is_copied=True)
             while width and not all(
-                self.prices.cost_model(1 + width) - 1.0 - sum(reach[:width]) <= row.account.budget
+                self.prices.cost_model(1 + width, is_copied=True) - 1.0 - sum(reach[:width])
+                <= row.account.budget
                 for (row, _, _), reach in zip(rows, reaches, strict=True)
             ):
                 width -= 1
@@ -63,8 +65,9 @@ class SharedLength:
             for model in models:
                 model.learned.steps.add_whole(cost_model, seconds, width)
         elif steady:
-            cost_model.add(1 + width, seconds)
-        cost = cost_model(1 + width) + max((m.learned.steps(width) for m in models), default=0.0)
+            cost_model.add(1 + width, seconds, is_copied=not models)
+        cost = cost_model(1 + width, is_copied=not models)
+        cost += max((m.learned.steps(width) for m in models), default=0.0)
         for length, num_tokens in rows:
             if isinstance(length, RowLength):
                 length.account.add(num_tokens - cost + EXPLORATION)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median_low, mode
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,6 +35,9 @@ SINGLE = 2.0  # bound of a width that was measured once, in excesses of the prio
 MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: no draft pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
+RIDGE = PRIOR_WEIGHT, 1.0, 10.0
+"""Weights of the prior scale, of "copied rows cost the same" and of "depth changes nothing", in
+measurements over five rows."""
 new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 
 
@@ -69,13 +72,15 @@ MILDEST = CURVES["mildest"]  # on an unknown machine; two measurements correct i
 
 def prior_for(model: nn.Module) -> Curve:
     """The curve of the chip nearest to this one, for weights and layers like this model's."""
-    layers = model.modules()
-    packed = [layer for layer in layers if hasattr(layer, "bits")]
+    packed = [layer for layer in model.modules() if hasattr(layer, "bits")]
     kinds = [f"{layer.bits} {getattr(layer, 'mode', 'affine')}" for layer in packed]
     kind = mode(kinds) if kinds else "float"
-    if any("Switch" in type(layer).__name__ for layer in layers):
-        kind = "experts"
-    return curve_for(kind)[1]
+    return curve_for("experts" if has_experts(model) else kind)[1]
+
+
+def has_experts(model: nn.Module) -> bool:
+    """True if a layer of the model chooses among experts for each row."""
+    return any("Switch" in type(layer).__name__ for layer in model.modules())
 
 
 def curve_for(kind: str) -> tuple[str, Curve]:
@@ -85,26 +90,44 @@ def curve_for(kind: str) -> tuple[str, Curve]:
     return next(fitting, ("mildest", MILDEST))
 
 
+Samples = dict[int, deque[float]]  # rows -> latest measured costs of passes
+Quantiles = dict[int, tuple[float, int]]  # rows -> a quantile of their costs, and their number
+
+
 @dataclass
 class CostModel:
-    """Cost of a pass over m rows, in passes over one row.
+    """Cost of a pass over m rows, in passes over one row, at one depth of the context.
 
-    An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
-    the measured one. first_rows: of the widest pass that may be tried at first. plain: seconds of
-    passes over one row; seconds: their median. ratios: rows -> measured costs. most_rows: of the
-    widest pass that may be tried now, 4 times the widest so far. needs_plain: True if a plain
-    round is due.
+    An isotonic fit through the measurements and the prior. The prior's excess over one row is
+    scaled. A linear regression over all related measurements finds the scale by two features: the
+    depth, and whether the rows copy text, where a model has experts (copied rows take the experts
+    of their neighbours). Related measurements count half as much as this model's own.
+
+    Attributes:
+        first_rows: rows of the widest pass that may be tried at first.
+        depth: doublings of the context, or of the number of texts that share passes.
+        has_experts: measure rows that copy text apart from new rows.
+        related: cost models of the same kind at all depths, this one included.
+        plain: seconds of passes over one row. `seconds` is their median.
+        ratios, copied: measured costs of rows, and of rows that copy text if has_experts.
+        fitted: rows -> cost, for new rows and for rows that copy text.
+        most_rows: rows of the widest pass that may be tried now, 4 times the widest so far.
+        needs_plain: True if a plain round is due.
     """
 
     prior: Curve = MILDEST
     first_rows: int = FIRST_ROWS
+    depth: int = 0
+    has_experts: bool = False
+    related: list[CostModel] = field(default_factory=list, repr=False, compare=False)
     plain: deque[float] = field(default_factory=partial(deque[float], maxlen=NUM_PLAIN))
-    ratios: dict[int, deque[float]] = field(default_factory=dict)
+    ratios: Samples = field(default_factory=dict)
+    copied: Samples = field(default_factory=dict)
+    fitted: tuple[dict[int, float], dict[int, float]] = ({}, {})
     seconds: float = 0.0
     most_rows: int = 1
     needs_plain: bool = True
-    fitted: dict[int, float] = field(default_factory=dict)
-    _measured: dict[int, tuple[float, int]] | None = None
+    _measured: list[Quantiles] = field(default_factory=list)
     _num_rounds: int = 0
     _due: int = 0
     _num_odd: int = 0
@@ -114,9 +137,12 @@ class CostModel:
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
         few = self.prior(self.first_rows)
         self.most_rows = max(m for m in WIDTHS if self.prior(m) <= few)
-        self._fit()
+        self.related.append(self)
+        for model in self.related:
+            self.most_rows = max(self.most_rows, 4 * max(model.ratios, default=0))
+        self.refit()
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: int, seconds: float, *, is_copied: bool = False) -> None:
         """Add a round whose seconds are those of one pass."""
         if seconds <= 0:
             return
@@ -124,8 +150,10 @@ class CostModel:
         if rows == 1:
             self._add_plain(seconds)
         elif self.plain:
-            samples = self.ratios.setdefault(rows, new_samples())
-            self.measure(samples, seconds, rows, self.fitted.get(rows) or self(rows))
+            ratios = self.copied if is_copied and self.has_experts else self.ratios
+            samples = ratios.setdefault(rows, new_samples())
+            known = self.fitted[is_copied].get(rows) or self(rows, is_copied=is_copied)
+            self.measure(samples, seconds, rows, known)
         self.needs_plain = self._num_rounds >= self._due
 
     def _add_plain(self, seconds: float) -> None:
@@ -173,52 +201,85 @@ class CostModel:
         if self._doubted is not None:
             samples, cost = self._doubted
             samples.append(cost)
-            self._fit()
+            self.refit()
 
-    def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
-        """Take over the measured ratios of another one, or out of a file."""
-        self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
-        self.most_rows = max(self.most_rows, 4 * max(self.ratios, default=0))
-        self._fit()
-
-    def __call__(self, rows: int) -> float:
+    def __call__(self, rows: int, *, is_copied: bool = False) -> float:
         """Cost of a pass over `rows` >= 1, in passes over one; never falling."""
-        if rows in self.fitted:
-            return self.fitted[rows]
-        return float(np.interp(rows, list(self.fitted), list(self.fitted.values())))
+        fitted = self.fitted[is_copied]
+        if rows in fitted:
+            return fitted[rows]
+        return float(np.interp(rows, list(fitted), list(fitted.values())))
 
-    def _fit(self) -> None:
-        """Fit the measurements and the prior, whose excess is scaled by the measured one."""
-        excess = self._excess
-        measured = expected = PRIOR_WEIGHT * excess[FIRST_ROWS]
-        plain, found = PRIOR_WEIGHT, dict[int, tuple[float, int]]()
-        for rows, samples in self.ratios.items():
-            if rows not in excess:
-                excess[rows] = self.prior(rows) - 1.0
-            believed = excess[rows]
-            # Others use the machine too: it is slow by chance, never quick. So the lower quartile,
-            # and a single measurement proves little.
-            num = len(samples)
-            ratio = min(sorted(samples)[num // 4], 1.0 + rows) if num else 1.0
-            if num == 1:
-                ratio = min(ratio, 1.0 + SINGLE * believed)
-            found[rows] = ratio, num
-            measured += num * (ratio - 1.0)
-            expected += num * believed
-            plain += num
-        if found == self._measured:
-            return
-        self._measured = found
-        scale = max(0.0, measured / expected) if expected > 0 else 1.0
-        # wide: another kernel
-        if self.prior.fits and max(found, default=0) <= FIRST_ROWS:
-            scale = min(scale, (plain + measured) / (plain + expected))
-        points = []
-        for rows in sorted(excess):
-            ratio, num = found.get(rows, (1.0, 0))
-            cost = PRIOR_WEIGHT * (1.0 + scale * excess[rows]) + num * ratio
-            points.append((cost / (PRIOR_WEIGHT + num), PRIOR_WEIGHT + num))
-        self.fitted = dict(zip(sorted(excess), isotonic(points), strict=True))
+    def restore(self, *ratios: Mapping[int, Sequence[float]]) -> None:
+        """Take over the measured costs of new and of copied rows."""
+        self.ratios, self.copied = (
+            {rows: new_samples(costs) for rows, costs in one.items() if costs} for one in ratios
+        )
+        self.most_rows = max(self.most_rows, 4 * max(self.ratios, default=0))
+        self.refit()
+
+    def refit(self) -> None:
+        """Fit the prior to all that was measured.
+
+        Other programs use the machine too: a pass is slow by chance, but never quick. So a width
+        costs the lower quartile of its measurements, and a single measurement proves little.
+        """
+        measured = []
+        for ratios in (self.ratios, self.copied) if self.has_experts else (self.ratios,):
+            found: Quantiles = {}
+            for rows, samples in ratios.items():
+                if rows not in self._excess:
+                    self._excess[rows] = self.prior(rows) - 1.0
+                if num := len(samples):
+                    most = 1.0 + (SINGLE * self._excess[rows] if num == 1 else rows)
+                    found[rows] = min(sorted(samples)[num // 4], most), num
+            measured.append(found)
+        if measured != self._measured:
+            self._measured = measured
+            scales = self._scales()
+            new = self._curve(0, scales)
+            self.fitted = new, self._curve(1, scales) if self.has_experts else new
+
+    def _scales(self) -> list[tuple[float, float]]:
+        """The scale of the prior's excess of new and of copied rows, for each related model.
+
+        Ridge regression: without measurements the scale is 1 for all rows and at all depths.
+        """
+        few = max(self._excess[FIRST_ROWS], 1e-6)
+        left, right = few * np.diag(RIDGE), few * np.array([RIDGE[0], 0.0, 0.0])
+        for model in self.related:
+            for is_copied, found in enumerate(model._measured):
+                features = np.array([1.0, is_copied, model.depth])
+                expected = sum(num * model._excess[rows] for rows, (_, num) in found.items())
+                left += expected * np.outer(features, features)
+                right += sum(num * (ratio - 1.0) for ratio, num in found.values()) * features
+        common, of_copied, of_depth = np.linalg.solve(left, right).tolist()
+        new = [common + of_depth * model.depth for model in self.related]
+        return [(max(0.0, scale), max(0.0, scale + of_copied)) for scale in new]
+
+    def _curve(self, is_copied: int, scales: list[tuple[float, float]]) -> dict[int, float]:
+        """The isotonic fit for new or copied rows."""
+        scale, own = scales[self.related.index(self)][is_copied], self._measured[is_copied]
+        # wide passes take another kernel, which narrow passes tell little about
+        if self.prior.fits and max(own, default=0) <= FIRST_ROWS:
+            believed = measured = PRIOR_WEIGHT * (1.0 + self._excess[FIRST_ROWS])
+            for rows, (ratio, num) in own.items():
+                believed += num * (1.0 + self._excess[rows])
+                measured += num * ratio
+            scale = min(scale, measured / believed)
+        points = {m: [(1.0 + scale * more, PRIOR_WEIGHT)] for m, more in self._excess.items()}
+        for model, other in zip(self.related, scales, strict=True):
+            for kind, found in enumerate(model._measured):
+                is_own = model is self and kind == is_copied
+                times = scale / other[kind] if other[kind] > 0 and not is_own else 1.0
+                for rows, (ratio, num) in found.items():
+                    weight = num if is_own else num / 2
+                    points.setdefault(rows, []).append((1.0 + times * (ratio - 1.0), weight))
+        weighed = []
+        for rows in sorted(points):
+            weight = sum(weight for _, weight in points[rows])
+            weighed.append((sum(cost * part for cost, part in points[rows]) / weight, weight))
+        return dict(zip(sorted(points), isotonic(weighed), strict=True))
 
 
 @dataclass

@@ -18,9 +18,9 @@ from specdec_mlx.contracts import (
     all_drafters,
 )
 from specdec_mlx.draft_length.value import Auto, DraftLength, MayFork
+from specdec_mlx.duck_typed import as_session
 from specdec_mlx.errors import DraftError
-from specdec_mlx.exactness.features import FeatureFeed
-from specdec_mlx.strangers import as_session
+from specdec_mlx.exactness.feature_feed import FeatureFeed
 
 if TYPE_CHECKING:
     from specdec_mlx.sequence import SequenceState

@@ -19,7 +19,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from specdec_mlx.draft_length.chances import NUM_WEIGHTS, Chances
-from specdec_mlx.draft_length.costs import MILDEST, WIDTHS, CostModel, Curve, Steps, prior_for
+from specdec_mlx.draft_length.costs import (
+    FIRST_ROWS,
+    MILDEST,
+    WIDTHS,
+    CostModel,
+    Curve,
+    Samples,
+    Steps,
+    has_experts,
+    prior_for,
+)
 from specdec_mlx.files import cache_root, parse, read_text, replacing
 from specdec_mlx.models.loading import PerModel
 
@@ -49,6 +59,9 @@ Weight = Annotated[list[Number], Meta(min_length=2, max_length=2)]
 Weights = Annotated[list[Weight], Meta(min_length=NUM_WEIGHTS, max_length=NUM_WEIGHTS)]
 
 
+SavedCosts = dict[Annotated[int, Meta(ge=0, le=64)], dict[int, list[Ratio]]]
+
+
 class SavedDrafter(Struct, forbid_unknown_fields=True):
     """State of one drafter in a file.
 
@@ -61,10 +74,15 @@ class SavedDrafter(Struct, forbid_unknown_fields=True):
 
 
 class SavedTuning(Struct, forbid_unknown_fields=True):
-    """A tuning in a file. costs: class of context length -> rows -> ratios of `CostModel`."""
+    """A tuning in a file.
 
-    costs: dict[int, dict[int, list[Ratio]]]
+    costs: class of context length -> rows -> ratios of `CostModel`. copied: the same of rows that
+    copy text; None for a model without experts, and in files of earlier versions.
+    """
+
+    costs: SavedCosts
     drafters: dict[str, SavedDrafter]
+    copied: SavedCosts | None = None
 
 
 @dataclass
@@ -99,30 +117,42 @@ class Tuning:
     """What `num_draft_tokens="auto"` has learned for one loaded model, from any number of texts.
 
     costs: (texts in a pass, class of context length) -> costs of passes. drafters: by their keys.
+    has_experts: passes over copied rows have costs of their own.
     """
 
     prior: Curve = MILDEST
+    has_experts: bool = False
     costs: dict[tuple[int, int], CostModel] = field(default_factory=dict)
     drafters: dict[str, Learned] = field(default_factory=dict)
 
     @classmethod
     def for_model(cls, model: nn.Module) -> Tuning:
         """Nothing learned yet, with a prior for the machine and the kind of model."""
-        return cls(prior_for(model))
+        return cls(prior_for(model), has_experts=has_experts(model))
 
     def cost_model(self, context: int = 0, num_texts: int = 1) -> CostModel:
-        """Costs at a context length, by the rows of each text; at first the nearest ratios."""
+        """Costs at a context length, by the rows of each text."""
         kind = num_texts, (context // SHORT_CONTEXT).bit_length()
+        return self.costs.get(kind) or self._cost_model(*kind)
+
+    def _cost_model(self, num_texts: int, depth: int) -> CostModel:
+        kind = num_texts, depth
         if kind not in self.costs:
-            several = num_texts > 1
-            near = [k for k in self.costs if (k[0] > 1) == several]
-            cost = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
-            # the first passes over several texts are narrow: all of them pay for a wide one
-            new = CostModel(Curve(tuple(cost)), 2) if several else CostModel(self.prior)
-            self.costs[kind] = new
-            if near:
-                nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))
-                new.restore(self.costs[nearest].ratios)
+            alike = {k: model for k, model in self.costs.items() if (k[0] > 1) == (num_texts > 1)}
+            if num_texts == 1:
+                related = next(iter(alike.values())).related if alike else []
+                self.costs[kind] = CostModel(
+                    self.prior, FIRST_ROWS, depth, self.has_experts, related
+                )
+            else:
+                costs = [
+                    (m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)
+                ]
+                # the first passes over several texts are narrow: all of them pay for a wide one
+                self.costs[kind] = CostModel(Curve(tuple(costs)), 2, 0, self.has_experts)
+                if alike:
+                    nearest = min(alike, key=lambda k: (abs(k[0] - num_texts), abs(k[1] - depth)))
+                    self.costs[kind].restore(alike[nearest].ratios, alike[nearest].copied)
         return self.costs[kind]
 
     def of(self, key: str, look_up: bool = False) -> Learned:
@@ -133,29 +163,35 @@ class Tuning:
 
     def save(self, path: Path | str) -> None:
         """Write as JSON, all but seconds and costs of several texts; whole or not at all."""
-        costs = {
-            kind: {rows: list(ratios) for rows, ratios in cost_model.ratios.items()}
-            for (num, kind), cost_model in self.costs.items()
-            if num == 1
-        }
+        alone = {depth: model for (num, depth), model in self.costs.items() if num == 1}
+        costs = {depth: as_lists(model.ratios) for depth, model in alone.items()}
+        copied = {depth: as_lists(model.copied) for depth, model in alone.items()}
         drafters = {key: learned.saved() for key, learned in self.drafters.items()}
+        saved = SavedTuning(costs, drafters, copied if self.has_experts else None)
         with replacing(Path(path)) as part:
-            part.write_bytes(msgspec.json.encode(SavedTuning(costs, drafters)))
+            part.write_bytes(msgspec.json.encode(saved))
 
     @classmethod
-    def load(cls, path: Path | str, prior: Curve = MILDEST) -> Tuning:
-        """Read what `save` wrote. Raises ValueError that names what is wrong in another file."""
+    def load(cls, path: Path | str, model: nn.Module | None = None) -> Tuning:
+        """Read what `save` wrote, for a model. ValueError names what is wrong in another file."""
         try:
             saved = parse(read_text(path), SavedTuning)
         except ValueError as error:
             raise ValueError(f"{path} is not a saved Tuning ({error}). Delete it.") from error
-        tuning = cls(prior)
-        for context, ratios in saved.costs.items():
-            tuning.costs[1, context] = CostModel(prior)
-            tuning.costs[1, context].restore(ratios)
+        tuning = (
+            cls(has_experts=saved.copied is not None) if model is None else cls.for_model(model)
+        )
+        for depth in saved.costs:
+            copied = (saved.copied or {}).get(depth, {})
+            tuning._cost_model(1, depth).restore(saved.costs[depth], copied)
         for key, learned in saved.drafters.items():
             tuning.of(key).restore(learned)
         return tuning
+
+
+def as_lists(samples: Samples) -> dict[int, list[float]]:
+    """The samples as JSON has them."""
+    return {rows: list(costs) for rows, costs in samples.items()}
 
 
 tuning_for = PerModel(Tuning.for_model)
@@ -171,7 +207,7 @@ def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iter
     path, source = tuning_path(name, adapter), "specdec-mlx: draft_length=auto"
     try:
         if path.exists():
-            tuning_for.put(Tuning.load(path, prior_for(model)), model)
+            tuning_for.put(Tuning.load(path, model), model)
     except (OSError, ValueError) as error:
         print(f"{source} starts to learn anew: {error}", file=sys.stderr)
     try:

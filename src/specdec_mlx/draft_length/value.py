@@ -158,21 +158,28 @@ class Prices:
         self.most = 0 if cost_model.needs_plain else cost_model.most_rows - 1
 
     def best(
-        self, reaches: Sequence[float], step: float = 0.0, drafted: int = 0, start: float = 0.0
+        self,
+        reaches: Sequence[float],
+        step: float = 0.0,
+        drafted: int = 0,
+        start: float = 0.0,
+        *,
+        is_copied: bool = False,
     ) -> tuple[int, float]:
         """The length of the largest value, and its gain over plain decoding, in tokens.
 
         reaches: chance of each token that it and all before it are accepted. step: cost of drafting
         a token after those `drafted`, which are paid already. start: what the first costs besides.
+        is_copied: the rows copy text.
         """
         best, gain, tokens = 0, 0.0, 0.0
-        costs, rate = self.cost_model.fitted, self.rate
+        costs, rate = self.cost_model.fitted[is_copied], self.rate
         lengths = {*LENGTHS, len(reaches), drafted}
         for length, reach in enumerate(reaches[: self.most], start=1):
             tokens += reach
             if length in lengths:
                 # costs are at least 1
-                cost = costs.get(1 + length) or self.cost_model(1 + length)
+                cost = costs.get(1 + length) or self.cost_model(1 + length, is_copied=is_copied)
                 if length > drafted:
                     cost += start + step * (length - drafted)
                 value = tokens - rate * (cost - 1.0)
@@ -212,7 +219,7 @@ class LookUp:
         """Number of tokens to keep of a point mass; all or none of a tree, by its first chain."""
         is_chain = draft.parents is None
         tokens, evidence = tokens_and_evidence(draft if is_chain else draft.first_chain())
-        kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
+        kept, self.gain = self.prices.best(self.reaches(tokens, evidence), is_copied=True)
         self.scored, self.evidence = tokens, evidence
         return kept if is_chain else len(draft) * (kept > 0)
 
@@ -231,8 +238,8 @@ class LookUp:
         if not drafted:
             return 0.0
         if round_.steady:
-            self.prices.cost_model.add(1 + round_.drafted, round_.seconds)
-        return self.prices.cost_model(1 + round_.drafted) - 1.0
+            self.prices.cost_model.add(1 + round_.drafted, round_.seconds, is_copied=True)
+        return self.prices.cost_model(1 + round_.drafted, is_copied=True) - 1.0
 
 
 @dataclass(eq=False)
@@ -404,7 +411,7 @@ class Auto(DraftLength):
         """Register a session; returns the function that gets its drafts."""
         if self.given is not None:
             return session.propose
-        if isinstance(session, ValuedSession):
+        if session.cheap and isinstance(session, ValuedSession):
             self.part(part, LookUp)
             return lambda limit: session.propose_tree(limit, self, may_fork)
         if session.can_stop and not (session.forks and may_fork()):
@@ -470,7 +477,7 @@ class Auto(DraftLength):
                 path = tuple(tokens[:n])
                 reaches[path] = max(reach, reaches.get(path, 0.0))
         paths = sorted(reaches, key=lambda path: (-reaches[path], len(path)))
-        length, gain = self.prices.best([reaches[path] for path in paths])
+        length, gain = self.prices.best([reaches[path] for path in paths], is_copied=True)
         nodes = {path: node for node, path in enumerate(paths[:length])}
         parents = [nodes[path[:-1]] if len(path) > 1 else ROOT for path in nodes]
         if gain > self._chosen_gain and parents != chain(length) and may_fork():
@@ -481,7 +488,7 @@ class Auto(DraftLength):
     def price(self, num_drafted: int) -> float:
         """Price of a pass over a draft, in tokens; infinite for one that cannot be tried."""
         prices = self.prices
-        cost = prices.cost_model(1 + num_drafted) - 1.0
+        cost = prices.cost_model(1 + num_drafted, is_copied=True) - 1.0
         return prices.rate * cost if num_drafted <= prices.most else inf
 
     def record(self, round_: RoundRecord) -> None:
@@ -501,5 +508,6 @@ class Auto(DraftLength):
         """True if seconds are needed that a slow caller would hide."""
         if self.given is not None:
             return False
-        cost_model = self.prices.cost_model
-        return 1 + num_drafted not in cost_model.ratios if num_drafted else cost_model.needs_plain
+        cost_model, rows = self.prices.cost_model, 1 + num_drafted
+        is_known = rows in cost_model.ratios or rows in cost_model.copied
+        return not is_known if num_drafted else cost_model.needs_plain

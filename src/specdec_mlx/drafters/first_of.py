@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter, Session
-from specdec_mlx.strangers import as_drafter, begin_session
+from specdec_mlx.duck_typed import as_drafter, begin_session
 
 
 class Several(Drafter):
@@ -43,31 +43,21 @@ def context_for(drafter: Drafter, context: DraftContext) -> DraftContext:
 
 
 class CombinedSession(Session):
-    """One generation of several drafters, which are asked in its place."""
+    """One generation of several drafters.
 
-    def __init__(self, keyed: Sequence[tuple[str, Session]], *, in_one_group: bool = False) -> None:
-        """keyed: sessions, each with its drafter's key. in_one_group: they compete."""
+    asked: the sessions to ask for drafts, in groups, each with its drafter's key.
+    """
+
+    def __init__(self, keyed: Sequence[tuple[str, Session]]) -> None:
+        """keyed: sessions, each with its drafter's key."""
         self.sessions = [session for _, session in keyed]
+        self.asked = [list(group) for key, session in keyed for group in session.groups(key)]
+        self.cheap = all(session.cheap for group in self.asked for _, session in group)
         self._parts = [part for key, session in keyed for part in session.parts(key)]
-        groups = [list(group) for key, session in keyed for group in session.groups(key)]
-        self._groups = [[*chain.from_iterable(groups)]] if in_one_group else groups
-        self.cheap = all(part.cheap for _, part in self._parts)
 
     def parts(self, key: str) -> Sequence[tuple[str, Session]]:
         """The parts of all of them."""
         return self._parts
-
-    def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
-        """The groups of all of them, in order, or one group."""
-        return self._groups
-
-    def propose(self, limit: int) -> Draft:
-        """The longest match in the first group that has a draft."""
-        for group in self._groups:
-            drafts = [draft for _, part in group if len(draft := part.propose(limit))]
-            if drafts:
-                return max(drafts, key=lambda draft: draft.match)
-        return NO_DRAFT
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell all of them."""
@@ -80,11 +70,34 @@ class CombinedSession(Session):
             session.close(length)
 
 
+class GroupedSession(CombinedSession):
+    """One generation of several drafters, which are asked in its place."""
+
+    def __init__(self, keyed: Sequence[tuple[str, Session]], *, in_one_group: bool = False) -> None:
+        """in_one_group: they compete."""
+        super().__init__(keyed)
+        if in_one_group:
+            self.asked = [[*chain.from_iterable(self.asked)]]
+
+    def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
+        """The groups of all of them, in order, or one group."""
+        return self.asked
+
+    def propose(self, limit: int) -> Draft:
+        """The longest match in the first group that has a draft."""
+        for group in self.asked:
+            drafts = [draft for _, part in group if len(draft := part.propose(limit))]
+            if drafts:
+                return max(drafts, key=lambda draft: draft.match)
+        return NO_DRAFT
+
+
 @dataclass(frozen=True)
 class FirstOf(Several):
     """The draft of the first drafter that has one; each is asked only if those before had none."""
 
     drafters: tuple[Drafter, ...]
+    compete: ClassVar[bool] = False
 
     def __init__(self, *drafters: Any) -> None:
         if not drafters:
@@ -97,16 +110,13 @@ class FirstOf(Several):
         """The keys of its parts, in order."""
         return f"{type(self).__name__}({', '.join(one.key for one in self.drafters)})"
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin with each of them."""
-        return CombinedSession(self.begun(prompt, context))
-
-    def begun(self, prompt: Sequence[int], context: DraftContext) -> Sequence[tuple[str, Session]]:
-        """A session of each of them, with its key."""
-        return [
+        keyed = [
             (one.key, begin_session(one, list(prompt), context_for(one, context)))
             for one in self.drafters
         ]
+        return GroupedSession(keyed, in_one_group=self.compete)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
         """This combination, of changed drafters."""
@@ -126,6 +136,4 @@ class BestOf(FirstOf):
         drafters: at least one, else ValueError.
     """
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
-        """Begin with each of them, in one group."""
-        return CombinedSession(self.begun(prompt, context), in_one_group=True)
+    compete = True

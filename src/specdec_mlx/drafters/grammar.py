@@ -21,7 +21,8 @@ from specdec_mlx.contracts import (
     DraftContext,
     Drafter,
     LogitsProcessor,
-    Session,
+    LookUpSession,
+    TextIndex,
     all_drafters,
 )
 from specdec_mlx.drafters.first_of import FirstOf
@@ -144,13 +145,12 @@ class GrammarDrafter(Drafter):
         """Raise GrammarError if nothing is forced in this generation."""
         self._processor(context)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> GrammarSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
         """Start where the processor starts."""
         processor = self._processor(context)
-        session = GrammarSession(processor.beginning())
-        if processor.start is not None:  # the text has begun elsewhere
-            session.observe(prompt[processor.start :])
-        return session
+        # a start that is known says that the text has begun elsewhere
+        start = len(prompt) if processor.start is None else processor.start
+        return LookUpSession(GrammarIndex(processor.beginning(), prompt[start:]))
 
     def _processor(self, context: DraftContext) -> GrammarProcessor:
         for processor in context.logits_processors:
@@ -172,25 +172,21 @@ def with_forced(drafter: Drafter | None, processors: Sequence[LogitsProcessor]) 
     return FirstOf(GrammarDrafter(), drafter)
 
 
-class GrammarSession(Session):
-    """One generation's place in the grammar."""
+class GrammarIndex(TextIndex):
+    """A text and its place in the grammar, which is moved when a draft is asked for."""
 
-    cheap = True
+    def __init__(self, place: GrammarPosition, text: Sequence[int]) -> None:
+        self.place, self.text = place, list(text)
 
-    def __init__(self, place: GrammarPosition) -> None:
-        self.place = place
-        self.text: list[int] = []
-        self.is_lost = False
-
-    def propose(self, limit: int) -> Draft:
-        """Forced tokens, as many as there are, up to `limit`."""
-        tokens = [] if self.is_lost or limit == 0 else self.place.forced()[:limit]
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
+        """Forced tokens, up to `limit`; none after a token that is not allowed."""
+        may_force = limit > 0 and self.place.go_to([*self.text, *more])
+        tokens = self.place.forced()[:limit] if may_force else []
         return Draft(tokens, evidence=(FORCED,) * len(tokens))
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Go on; after a token that is not allowed, nothing is forced any more."""
+    def append(self, tokens: Sequence[int]) -> None:
+        """Write the text on."""
         self.text += tokens
-        self.is_lost = self.is_lost or not self.place.go_to(self.text)
 
 
 @dataclass

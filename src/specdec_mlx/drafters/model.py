@@ -39,7 +39,7 @@ from specdec_mlx.drafters.writing import (
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.trees.passes import TreeLayout, next_level, takes_trees, tree_pass
+from specdec_mlx.trees.tree_pass import TreeLayout, next_level, takes_trees, tree_pass
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -145,9 +145,16 @@ class ModelReader(DraftSource):
         if self.callers_cache is not None:  # in step with the target's
             self.rollback.position = min(context.num_unseen, self.rollback.end)
 
+    @property
+    def is_lent(self) -> bool:
+        """True if the caches are the target's, which the loop keeps in step with the text."""
+        lent = self.context.target_caches
+        return lent is not None and lent.rollback is self.rollback
+
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches."""
-        self.rollback.rewind_to(len(self.tokens) + len(tokens) - 1)
+        if not self.is_lent:
+            self.rollback.rewind_to(len(self.tokens) + len(tokens) - 1)
         super().observe(tokens)
 
     def catch_up(self) -> None:

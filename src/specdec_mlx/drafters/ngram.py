@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specdec_mlx.arguments import require
 from specdec_mlx.contracts import (
@@ -17,7 +17,8 @@ from specdec_mlx.contracts import (
     DraftContext,
     Drafter,
     Evidence,
-    Session,
+    LookUpSession,
+    TextIndex,
     places_class,
     share_class,
 )
@@ -175,46 +176,60 @@ class NGramDrafter(Drafter):
         require(self, self.num_draft >= 1, "num_draft", one)
         require(self, self.max_entries >= 1, "max_entries", "an int >= 1")
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> NGramSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
         """Count the n-grams of `prompt` [n]."""
-        return NGramSession(self, prompt)
+        return LookUpSession(NGramIndex(self, prompt))
 
 
-class NGramSession(Session):
-    """One generation's counts, drafting deterministically."""
+class NGramIndex(TextIndex):
+    """The counts of one text, and counts that are kept between texts, if there are any.
 
-    cheap = True
+    context: the last max_order - 1 tokens, fewer at the beginning. kept: a `lab.NGramTable`, asked
+    where it knows a longer context; what was written is added to it at the end.
+    """
 
-    def __init__(self, config: NGramDrafter, prompt: Sequence[int]) -> None:
-        self._config = config
-        self._counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
-        # the last max_order - 1 tokens, fewer at the beginning
-        self._context: Context = ()
-        for token in prompt:
-            self._learn(token)
+    def __init__(self, config: NGramDrafter, prompt: Sequence[int], kept: Any = None) -> None:
+        self.config, self.kept = config, kept
+        self.counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
+        self.context: Context = ()
+        self._num_prompt = len(prompt)
+        self._written: list[int] = []
+        self.append(prompt)
+        self._written.clear()
 
-    def propose(self, limit: int) -> Draft:
-        """Continue with up to `limit` tokens, each the most frequent after those before it."""
-        context = self._context
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
+        """Up to `limit` tokens, each the most frequent after those before it."""
+        context = self.context
+        for token in more:
+            context = self.counts.shift(context, token)
         draft: list[int] = []
         evidence: list[Evidence] = []
-        most = min(limit, self._config.num_draft)
+        most = min(limit, self.config.num_draft)
         while len(draft) < most and (found := self._longest(context)) is not None:
             draft.append(found.token)
             share = share_class(found.seen / found.total)
             evidence.append(Evidence(max(1, found.width), share, places_class(found.seen)))
-            context = self._counts.shift(context, found.token)
+            context = self.counts.shift(context, found.token)
         return Draft(draft, evidence=evidence)
 
-    def observe(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Count the tokens [n]: one table update a token and order."""
         for token in tokens:
-            self._learn(token)
+            self.counts.learn(self.context, token)
+            self.context = self.counts.shift(self.context, token)
+        if self.kept is not None:
+            self._written += tokens
+
+    def close(self, length: int) -> None:
+        """Count what was written in the kept counts."""
+        if self.kept is not None:
+            self.kept.add(self._written[: length - self._num_prompt])
+            self._written = []
 
     def _longest(self, context: Context) -> Continuation | None:
-        """The continuation of the longest known context."""
-        return self._counts.continuation(context)
-
-    def _learn(self, token: int) -> None:
-        self._counts.learn(self._context, token)
-        self._context = self._counts.shift(self._context, token)
+        """The continuation of the longest known context; the text's own counts win a tie."""
+        own = self.counts.continuation(context)
+        if self.kept is None or (own and own.width == self.counts.widths[-1]):
+            return own
+        kept: Continuation | None = self.kept.continuation(context)
+        return kept if kept and (own is None or kept.width > own.width) else own

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec_mlx.arguments import require, require_cap
-from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence, Session
+from specdec_mlx.contracts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    Drafter,
+    Evidence,
+    LookUpSession,
+    TextIndex,
+)
 
 MAX_MATCH = 64  # longest match that is measured, in tokens; confidence has saturated long before
 
@@ -40,15 +48,13 @@ class PromptLookupDrafter(Drafter):
         either = "'recent' or 'earliest'"
         require(self, self.occurrence in ("recent", "earliest"), "occurrence", either)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> PromptLookupSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
         """Index `prompt` [n]; the context is not needed, since a copy is a point mass."""
-        return PromptLookupSession(self, prompt)
+        return LookUpSession(PromptLookupIndex(self, prompt))
 
 
-class PromptLookupSession(Session):
-    """One generation's text and its index."""
-
-    cheap = True
+class PromptLookupIndex(TextIndex):
+    """Where each n-gram of a text stood first or last."""
 
     def __init__(self, config: PromptLookupDrafter, prompt: Sequence[int]) -> None:
         self._config = config
@@ -57,33 +63,26 @@ class PromptLookupSession(Session):
         # position is known, so that the one at the end of the text never finds itself.
         sizes = range(config.max_ngram, config.min_ngram - 1, -1)
         self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in sizes}
-        self.observe(prompt)
+        self.append(prompt)
 
-    def propose(self, limit: int) -> Draft:
-        """Copy up to `limit` tokens from after the longest match."""
-        return self.propose_after((), limit)
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
+        """Copy what follows the longest match, which is in the text alone.
 
-    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
-        """Copy what follows the longest match of text and `tokens` together; nothing is noted.
-
-        Matches are in the text alone. The copy goes around where it reaches the end, as periodic
-        texts do.
+        The copy goes around where it reaches the end, as periodic texts do.
         """
         length = min(limit, self._config.num_draft or limit)
-        if length <= 0:
-            return Draft()
-        tail = [*self._text[-MAX_MATCH:], *tokens][-MAX_MATCH:]
+        tail = [*self._text[-MAX_MATCH:], *more][-MAX_MATCH:]
         for n, ends in self._ends.items():
             end = ends.get(tuple(tail[-n:]))
-            if end is not None:
-                known = [*self._text[end : end + length], *tokens][:length]
+            if end is not None and length > 0:
+                known = [*self._text[end : end + length], *more][:length]
                 copied = known * -(-length // len(known))
                 evidence = Evidence(self._matched(end, tail, n))
                 return Draft(copied[:length], evidence=[evidence] * length)
-        return Draft()
+        return NO_DRAFT
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Append the tokens [n] to the text: one dict entry a token and n-gram size."""
+    def append(self, tokens: Sequence[int]) -> None:
+        """Write the text on: one dict entry a token and n-gram size."""
         text = self._text
         earliest = self._config.occurrence == "earliest"
         for token in tokens:

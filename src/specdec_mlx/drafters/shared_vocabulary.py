@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from specdec_mlx.errors import TokenizerMismatchError
-from specdec_mlx.memory.kept import PROBES, SAMPLES, fingerprint_of
+from specdec_mlx.memory.persistent import PROBES, SAMPLES, fingerprint_of
 from specdec_mlx.models.loading import PerModel, unwrapped
 
 
@@ -51,16 +52,12 @@ def first_difference(target: Any, draft: Any) -> str | None:
 
 
 def _vocabulary_difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
-    shared = target.keys() & draft.keys()
-    moved = [token for token in shared if target[token] != draft[token]]
-    if moved:
-        token = min(moved, key=lambda t: target[t])
-        return f"token {token!r} has id {target[token]} there and {draft[token]} here"
-    owner = {index: token for token, index in target.items()}
-    clashes = [token for token in draft.keys() - shared if draft[token] in owner]
-    if clashes:
-        token = min(clashes, key=lambda t: draft[t])
-        return f"id {draft[token]} is {owner[draft[token]]!r} there and {token!r} here"
+    owners = {index: token for token, index in draft.items()}
+    for token, index in sorted(target.items(), key=itemgetter(1)):
+        if (other := draft.get(token, index)) != index:
+            return f"token {token!r} has id {index} there and {other} here"
+        if (owner := owners.get(index, token)) != token:
+            return f"id {index} is {token!r} there and {owner!r} here"
     return None
 
 

@@ -21,12 +21,14 @@ from specdec_mlx.contracts import (
     DraftContext,
     Drafter,
     Evidence,
+    LookUpSession,
     Session,
+    TextIndex,
     places_class,
     share_class,
 )
 from specdec_mlx.errors import TokenizerMismatchError
-from specdec_mlx.memory.index import Context, ContextIndex, GrowingIndex
+from specdec_mlx.memory.index import ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
 
 LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
@@ -40,6 +42,8 @@ Voters = tuple[int, Sequence[int], ContextIndex, float]
 Path = tuple[float, int, tuple[int, ...]]
 """Of one place: the weight of its vote, its match, and what followed it."""
 
+MATCH, FOLLOWED = itemgetter(1), itemgetter(2)  # of a path
+
 
 def vote(paths: Sequence[Path], length: int) -> Draft:
     """The draft that most weight is for, token by token; places that were outvoted drop out."""
@@ -47,7 +51,7 @@ def vote(paths: Sequence[Path], length: int) -> Draft:
     evidence: list[Evidence] = []
     while paths and len(tokens) < length:
         at = len(tokens)
-        shortest = min([len(path) for _, _, path in paths])
+        shortest = min(map(len, map(FOLLOWED, paths)))
         if shortest <= at:
             paths = [path for path in paths if len(path[2]) > at]
             continue
@@ -55,7 +59,7 @@ def vote(paths: Sequence[Path], length: int) -> Draft:
         rest = first[at:shortest]
         if len(paths) == 1 or all(path[at:shortest] == rest for _, _, path in paths):
             tokens += rest
-            evidence += [evidence_of(paths, 1.0)] * (shortest - at)
+            evidence += [_same(max(map(MATCH, paths)), 1.0, len(paths))] * (shortest - at)
             continue
         votes: dict[int, float] = {}
         for weight, _, path in paths:
@@ -107,7 +111,7 @@ def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
 
 def evidence_of(paths: Sequence[Path], share: float) -> Evidence:
     """Evidence of a token that places vote for, with its share of their weight."""
-    return _same(max([match for _, match, _ in paths]), share, len(paths))
+    return _same(max(map(MATCH, paths)), share, len(paths))
 
 
 @lru_cache(maxsize=4096)
@@ -162,9 +166,9 @@ class SuffixDrafter(Drafter):
         """Raise TokenizerMismatchError if the memory was written by another tokenizer."""
         self.memory_of(context)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> SuffixSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Index `prompt` [n], and take the memory as it is now."""
-        return SuffixSession(self, prompt, self.memory_of(context))
+        return LookUpSession(SuffixIndex(self, prompt, self.memory_of(context)))
 
     def memory_of(self, context: DraftContext) -> Memory | None:
         """The memory for a target; raises TokenizerMismatchError as `check`."""
@@ -177,10 +181,8 @@ class SuffixDrafter(Drafter):
         return memory
 
 
-class SuffixSession(Session):
-    """One generation's text, its index, and the memory as it was at the beginning."""
-
-    cheap = True
+class SuffixIndex(TextIndex):
+    """The places of one text, and those of the memory as it was at the beginning."""
 
     def __init__(self, config: SuffixDrafter, prompt: Sequence[int], memory: Memory | None) -> None:
         self._config = config
@@ -194,18 +196,13 @@ class SuffixSession(Session):
         ]
         self._longest = config.num_draft or sys.maxsize
 
-    def propose(self, limit: int) -> Draft:
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
         """Copy up to `limit` tokens from the places that match best."""
-        paths, length = self.paths(limit)
+        paths, length = self.paths(limit, more)
         return vote(paths, length) if paths else NO_DRAFT
 
-    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
-        """Copy what follows matches of text and `tokens` together; nothing is noted."""
-        paths, length = self.paths(limit, tokens)
-        return vote(paths, length) if paths else NO_DRAFT
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Append the tokens [n] to the text."""
+    def append(self, tokens: Sequence[int]) -> None:
+        """Write the text on: a place for each of the tokens [n]."""
         self._text.append(tokens)
 
     def close(self, length: int) -> None:
@@ -218,14 +215,9 @@ class SuffixSession(Session):
     def paths(self, limit: int, more: Sequence[int] = ()) -> tuple[list[Path], int]:
         """What followed the places that match best, and how long a draft of it may be."""
         context, length = self._text.context(more), min(limit, self._longest)
-        voters = self._voters(context) if length > 0 else ()
-        return (paths_of(voters, context.last, length, more) if voters else []), length
-
-    def _voters(self, context: Context) -> list[Voters]:
-        """The places that match best, in the text and in the memory, the longest match first."""
         least = self._config.min_match
-        voters: list[Voters] = []
-        for source, weight in self._sources:
+        voters: list[Voters] = []  # the longest match first
+        for source, weight in self._sources if length > 0 else ():
             rings = source.nearest(context, MOST_PLACES, WITHIN, least, FEWER_PLACES)
             if rings:
                 least = max(least, rings[0][0] - WITHIN)
@@ -234,4 +226,4 @@ class SuffixSession(Session):
         voters.sort(key=itemgetter(0), reverse=True)
         while voters and voters[-1][0] < least:
             voters.pop()
-        return voters
+        return (paths_of(voters, context.last, length, more) if voters else []), length

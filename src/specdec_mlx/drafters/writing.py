@@ -6,7 +6,7 @@ Sources are draft models, trained heads, and passes of the target itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -46,9 +46,9 @@ def way_of_writing(drafter: Any) -> str:
 class DraftSource(ABC):
     """Where the logits of a text's drafts come from: it follows the text, and steps beyond it.
 
-    tokens: the text, at first the prompt without its first `num_unseen` tokens. on_close: called
-    with the text [n] at the end of the generation. at_once: `begin_draft` makes the `logits` [n, V]
-    of a whole draft; else `next_logits` makes them token by token.
+    tokens: the text, at first the prompt without its first `num_unseen` tokens. at_once:
+    `begin_draft` makes the `logits` [n, V] of a whole draft; else `next_logits` makes them token by
+    token.
     """
 
     at_once = False
@@ -60,7 +60,6 @@ class DraftSource(ABC):
         self.tokens = list(prompt)[num_unseen:]
         self.num_prompt = len(self.tokens)
         self.places = [0]  # in `logits`, of the text's end and of the draft's nodes
-        self.on_close: Callable[[Sequence[int]], None] | None = None
 
     @abstractmethod
     def begin_draft(self, limit: int) -> int:
@@ -94,8 +93,8 @@ class DraftSource(ABC):
 
     def close(self, length: int) -> None:
         """End the generation after the first `length` tokens of prompt and output."""
-        if self.on_close is not None:
-            self.on_close(self.tokens[: length - self.num_unseen])
+        if self.context.on_close is not None:
+            self.context.on_close(self, self.tokens[: length - self.num_unseen])
 
 
 class WritingSession(Session):

@@ -1,1 +1,1 @@
-"""Whether a pass over several positions is exact, and what it shows."""
+"""Checks that a pass over several positions is exact, and the states of a pass for drafters."""

@@ -26,14 +26,14 @@ from specdec_mlx.exactness.rounding import is_rounding
 from specdec_mlx.exactness.side_by_side import LOGITS, Run, SinglePasses, largest_difference
 from specdec_mlx.models.anatomy import anatomy_of, group_of
 from specdec_mlx.models.loading import PerModel
-from specdec_mlx.trees.passes import (
+from specdec_mlx.trees.shape import path_to
+from specdec_mlx.trees.tree_pass import (
     TreeLayout,
     chooses_blocks,
     is_rope,
     tree_pass,
     with_offset_shift,
 )
-from specdec_mlx.trees.shape import path_to
 
 WIDTHS = (2, 5, 9)
 
@@ -153,7 +153,6 @@ def first_inexact(model: nn.Module, position: int, *, on_trees: bool = False) ->
 
 
 def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
-    """True if passes over a chain, or a tree, give the logits of single positions."""
     try:
         if on_trees:
             report = tree_report(model, place.context, shift=place.shift)
@@ -188,7 +187,6 @@ def _quick_report(model: nn.Module, place: ProbePoint) -> WidthReport:
 
 
 def num_texts_at(place: ProbePoint) -> int:
-    """Number of texts to try."""
     # Away from the start a text must fill a window, which takes long, or the caches only claim
     # positions.
     return 1 if place.start else NUM_TEXTS
@@ -266,7 +264,6 @@ def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthRepor
 
 
 def _logits(model: nn.Module, tokens: mx.array, caches: list[Any]) -> mx.array:
-    """Logits [n, V] of a pass over tokens [n]."""
     logits: mx.array = model(tokens[None], cache=caches)[0]
     return logits
 
@@ -283,7 +280,6 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
 def compare(
     model: nn.Module, place: ProbePoint, widths: Sequence[int], text: int = 0
 ) -> tuple[list[WidthReport], SinglePasses]:
-    """Reports of one text, one for each width, and the single passes that were compared."""
     longest, context, shift = max(widths), place.context, place.shift
     tokens = _random_tokens(model, context + longest, text)
 
@@ -342,7 +338,6 @@ def _report(passes: SinglePasses, wide: Run, width: int, context: int) -> WidthR
 
 
 def _of_logits(logits: mx.array, expected: mx.array, context: int) -> WidthReport:
-    """Compare logits [n, V]."""
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     flips = mx.argmax(logits, axis=-1) != mx.argmax(expected, axis=-1)
     return WidthReport(
@@ -361,5 +356,4 @@ def _random_tokens(model: nn.Module, num_tokens: int, text: int = 0) -> mx.array
 
 
 def windows_of(model: nn.Module) -> list[int]:
-    """Windows of the model's caches, without caches that keep everything."""
     return [window for cache in leaves_of(model) if (window := window_of(cache))]

@@ -63,7 +63,6 @@ class Recurrence(NamedTuple):
     in_steps: bool
 
     def run(self, arguments: dict[str, Any], start: int, end: int) -> tuple[mx.array, mx.array]:
-        """Outputs and state after positions `start` to `end`, from the state in `arguments`."""
         return self.function(
             **arguments | {name: arguments[name][:, start:end] for name in self.sequences}
         )
@@ -141,6 +140,8 @@ class KeptStates(Snapshot):
     def trim(self, cache: Any, back: int) -> int:
         self.width -= back
         for slot, call in enumerate(self.calls):
+            # `width` shrinks with each rewind, because a later rewind counts from the position
+            # reached.
             cache[slot] = call.after(self.width, cache[slot])
         return back
 
@@ -255,7 +256,6 @@ def in_steps(model: nn.Module, width: int) -> AbstractContextManager[Any]:
 
 
 def ways_back(model: nn.Module) -> list[str]:
-    """Names of the strategies for each cache after a short pass, nested caches resolved."""
     states = recurrent_states_of(model)
     chosen = {} if states is None else states.sources
     return [
@@ -287,6 +287,5 @@ def _source(calls: Sequence[_StateCall], slot: mx.array | None) -> int:
 
 
 def _is_near(model: nn.Module, a: mx.array, b: mx.array) -> bool:
-    """True if rounding in the model's types explains the difference of two states."""
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     return is_rounding(model, float(mx.abs(a - b).max()), float(mx.std(b)))

@@ -54,5 +54,4 @@ def rounding_of(model: nn.Module) -> float:
 
 
 def is_rounding(model: nn.Module, difference: float, spread: float) -> bool:
-    """True if rounding in this model explains a difference of numbers with this spread."""
     return difference <= rounding_of(model) * max(spread, 1e-6)

@@ -146,7 +146,6 @@ class SinglePasses:
 
     @cached_property
     def rows(self) -> list[States]:
-        """The rows that arrived in each pass."""
         return [arrivals(self.model, run) for run in self.alone(self.start)]
 
     @cached_property
@@ -168,7 +167,6 @@ class SinglePasses:
         return deviations(arrivals(self.model, wide, instead(expected)), expected)
 
     def fault(self, off: dict[Place, list[float]]) -> Place | None:
-        """The first place whose rows differ by more than rounding explains."""
         num_off = {}
         # Every further single pass costs time, so that they are run only for places that are still
         # off.
@@ -189,7 +187,6 @@ class SinglePasses:
         return sum(row > most for row in rows)
 
     def _off_by_rounding(self, number: int) -> list[dict[Place, float]]:
-        """Differences of shaken single passes, by place."""
         for key in range(len(self._off), number):
             row = self.rows[key % len(self.rows)]
             hand = shaken(row, SHAKEN_BY, key)

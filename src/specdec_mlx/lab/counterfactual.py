@@ -23,8 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, inf, sqrt
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +37,8 @@ from specdec_mlx.contracts import (
     TargetRows,
     shares_noise,
 )
+from specdec_mlx.lab.estimates import Estimate, mean_of, wilson
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.rules import (
     Array,
     acceptance_probability,
@@ -50,7 +50,6 @@ from specdec_mlx.rules import (
 )
 from specdec_mlx.token_ids import to_ids
 
-Z = 1.959964  # Half-width of a 95% interval, in standard errors
 BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")  # rules that decide token by token
 BY_ROUND = ("block", *BY_TOKEN)
 COLUMNS = 2 * len(BY_TOKEN) + 1
@@ -97,60 +96,6 @@ def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
     total = up_to / xp.where(shared, p, 1) + from_on / xp.where(shared, q, 1) - 1
     sorted_probs = xp.where(shared, 1 / xp.where(shared, total, 1), 0)
     return xp.take_along_axis(sorted_probs, xp.argsort(order, axis=-1), axis=-1)
-
-
-class Estimate(NamedTuple):
-    """A mean or a median and its 95% interval, which takes observations for independent."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        """Mean, and interval in brackets."""
-        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def mean_of(values: np.ndarray) -> Estimate:
-    """Mean of observations [n]; the interval of a single one is everything."""
-    mean, count = float(values.mean()), len(values)
-    width = Z * float(values.std(ddof=1)) / sqrt(count) if count > 1 else inf
-    return Estimate(mean, mean - width, mean + width)
-
-
-def median_of(values: Sequence[float]) -> Estimate:
-    """Median of observations; its interval ends at them, by the normal approximation of ranks."""
-    ordered, n = sorted(values), len(values)
-    first = max(0, ceil((n - 1 - Z * sqrt(n)) / 2) - 1)
-    return Estimate(median(ordered), ordered[first], ordered[-1 - first])
-
-
-def ratio_of(
-    ours: np.ndarray, others: np.ndarray, seed: int = 0, num_resamples: int = 4000
-) -> Estimate:
-    """Total over total of `ours` relative to that of `others`: [n, 2] tokens and seconds of texts.
-
-    The interval is the bootstrap's, by percentiles, of texts drawn with replacement.
-    """
-
-    def pace(texts: np.ndarray) -> np.ndarray:
-        total = texts.sum(axis=-2)
-        return np.asarray(total[..., 0] / total[..., 1])
-
-    rows = np.random.default_rng(seed).integers(0, len(ours), (num_resamples, len(ours)))
-    low, high = np.quantile(pace(ours[rows]) / pace(others[rows]), [0.025, 0.975])
-    return Estimate(float(pace(ours) / pace(others)), float(low), float(high))
-
-
-def wilson(successes: int, trials: int) -> Estimate:
-    """Share of successes with Wilson's score interval (1927); 0, and 0 to 1, without a trial."""
-    if not trials:
-        return Estimate(0.0, 0.0, 1.0)
-    share, weight = successes / trials, Z**2 / trials
-    middle = share + weight / 2
-    half = Z * sqrt((share * (1 - share) + weight / 4) / trials)
-    low, high = (middle - half) / (1 + weight), (middle + half) / (1 + weight)
-    return Estimate(share, max(0.0, min(share, low)), min(1.0, max(share, high)))
 
 
 class Position(NamedTuple):
@@ -226,16 +171,19 @@ class Counterfactual:
         """Two tables: by round, and by position."""
         if self.observed is None:
             return "No drafts."
-        lines = [f"draft tokens kept in a round, {self.rounds} rounds"]
         kept = {"observed": self.observed, **self.accepted_per_round}
-        lines += [f"  {name:<13}{estimate}" for name, estimate in kept.items()]
-        header = "".join(f"{name:>14}" for name in BY_TOKEN)
-        lines.append("chance to accept where all before was accepted")
-        lines.append(f"  at reached{header}  observed")
+        by_rule = [(name, str(estimate)) for name, estimate in kept.items()]
+        by_position = []
         for i, position in enumerate(self.positions):
-            means = "".join(f"{e.mean:>14.3f}" for e in position.expected.values())
-            lines.append(f"  {i:>2}{position.reached:>8}{means}  {position.observed}")
-        return "\n".join(lines)
+            means = (f"{estimate.mean:.3f}" for estimate in position.expected.values())
+            by_position.append((str(i), str(position.reached), *means, str(position.observed)))
+        parts = [
+            f"Draft tokens kept in a round, {self.rounds} rounds:",
+            markdown_table(["rule", "kept"], by_rule, 1),
+            "Chance to accept where all before was accepted:",
+            markdown_table(["position", "reached", *BY_TOKEN, "observed"], by_position, 0),
+        ]
+        return "\n\n".join(parts)
 
 
 @dataclass(frozen=True)

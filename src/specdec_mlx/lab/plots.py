@@ -6,14 +6,15 @@ Each function returns a `Plot`, which notebooks show, or draws into the axes `ax
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import BytesIO
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.lab.counterfactual import wilson
+from specdec_mlx.lab.estimates import wilson
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.views.html import (
     BLUE,
@@ -89,25 +90,16 @@ def label_axes(ax: Axes, title: str, x: str, y: str) -> Figure:
 
     The figure is a `Plot`, unless the axes were the caller's.
     """
-    ax.set_title(title)
-    ax.set_xlabel(x)
-    ax.set_ylabel(y)
+    ax.set(title=title, xlabel=x, ylabel=y)
     assert isinstance(ax.figure, Figure)
     return ax.figure
 
 
 @styled
-def legend(ax: Axes, **options: Any) -> Figure:
-    """Add the legend, with matplotlib's options; returns the figure, which is complete."""
+def finish(ax: Axes, title: str, x: str, y: str, /, **options: Any) -> Figure:
+    """`label_axes`, and the legend with matplotlib's options; returns the figure."""
     ax.legend(**options)
-    assert isinstance(ax.figure, Figure)
-    return ax.figure
-
-
-def finish(ax: Axes, title: str, x: str, y: str, **options: Any) -> Figure:
-    """`label_axes`, then `legend`."""
-    label_axes(ax, title, x, y)
-    return legend(ax, **options)
+    return label_axes(ax, title, x, y)
 
 
 def plot_stats(stats: SpeculationStats) -> Plot:
@@ -124,11 +116,9 @@ def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Rounds that drafted, by the number of draft tokens that were accepted."""
     ax = axes_or_new(ax)
     counts = Counter(accepted for drafted, accepted in stats.rounds if drafted)
-    numbers = [range(1), *position_ranges(max(counts, default=0))]
-    heights = [sum(counts[n] for n in one) for one in numbers]
-    bars = ax.bar(range(len(numbers)), heights, color=BLUE)
-    ax.bar_label(bars, fontsize=8)
-    _label_ranges(ax, numbers)
+    ranges = [range(1), *position_ranges(max(counts, default=0))]
+    heights = [sum(counts[n] for n in numbers) for numbers in ranges]
+    ax.bar_label(ax.bar(names_of(ranges), heights, color=BLUE), fontsize=8)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     num_plain = stats.target_passes - counts.total()
     words = f"tokens accepted ({num_plain} plain rounds)"
@@ -138,39 +128,46 @@ def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
 def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Share of the rounds that drafted a position in which it was accepted, 95% intervals."""
     ax = axes_or_new(ax)
-    found = acceptance_in_ranges(stats)
-    shares = np.array([wilson(*counts) for counts in found.values()]).reshape(-1, 3)
-    middle, low, high = shares.T
-    places, ends = range(len(found)), [middle - low, high - middle]
-    ax.errorbar(places, middle, yerr=ends, fmt="o", color=BLUE, capsize=3)
+    counts = acceptance_in_ranges(stats)
+    shares = [wilson(*of_range) for of_range in counts.values()]
+    draw_intervals(ax, names_of(counts), shares, fmt="o", color=BLUE, capsize=3)
     ax.set_ylim(0, 1.03)
-    _label_ranges(ax, list(found))
-    return label_axes(
-        ax, "Acceptance by position", "position in the draft", "share accepted, 95% interval"
-    )
+    y = "share accepted, 95% interval"
+    return label_axes(ax, "Acceptance by position", "position in the draft", y)
 
 
-def _label_ranges(ax: Axes, ranges: Sequence[range]) -> None:
-    """Name the places of the x axis, 0, 1, ..., after ranges of numbers."""
-    names = [range_label(numbers).replace(" to ", "\n–") for numbers in ranges]
-    ax.set_xticks(range(len(ranges)), names)
+def names_of(ranges: Iterable[range]) -> list[str]:
+    """Names of ranges of numbers, on two lines where they are long."""
+    return [range_label(numbers).replace(" to ", "\n–") for numbers in ranges]
+
+
+def draw_intervals(
+    ax: Axes,
+    at: Sequence[Any],
+    estimates: Sequence[Sequence[float]],
+    sideways: bool = False,
+    **look: Any,
+) -> None:
+    """Draw estimates (value, low, high) with their intervals; sideways: values along the x axis."""
+    middle, low, high = np.array(estimates).reshape(-1, 3).T
+    ends = np.maximum(0, [middle - low, high - middle])
+    if sideways:
+        ax.errorbar(middle, at, xerr=ends, **look)
+    else:
+        ax.errorbar(at, middle, yerr=ends, **look)
 
 
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Tokens per pass along the generation, in runs of rounds, and how many of them drafted."""
     ax = axes_or_new(ax)
     rows = [(i, 1 + accepted, drafted > 0) for i, (drafted, accepted) in enumerate(stats.rounds)]
-    num_runs = min(MOST_RUNS, len(rows))
-    runs = np.array_split(rows, num_runs) if rows else []
-    means = np.array([run.mean(axis=0) for run in runs]).reshape(-1, 3)
-    at, tokens, drafting = means.T
+    runs = np.array_split(rows, min(MOST_RUNS, len(rows))) if rows else []
+    at, tokens, drafting = np.array([run.mean(axis=0) for run in runs]).reshape(-1, 3).T
     ax.step(at, tokens, where="mid", color=BLUE, label="tokens per pass")
     ax.axhline(1, color=GREY, linewidth=1, linestyle=":", label="plain decoding")
-    mode = ax.twinx()
-    mode.fill_between(at, drafting, step="mid", color=ORANGE, alpha=0.3, linewidth=0)
-    mode.set_ylim(0, 4)  # the lowest quarter of the panel
-    mode.set_yticks([0, 1], ["plain", "drafting"])
-    ax.set_ylim(0, max([2.0, *tokens]) * 1.25)
+    look: Any = {"color": ORANGE, "alpha": 0.3, "linewidth": 0}
+    ax.fill_between(at, drafting, step="mid", label="share of rounds that drafted", **look)
+    ax.set_ylim(0, max([2.0, *tokens]) * 1.35)
     return finish(ax, "Along the generation", "round", "tokens per pass", loc="upper right")
 
 
@@ -181,8 +178,7 @@ def cost_curve(cost: Any) -> Figure:
     positions = [m for m in known if m <= MOST_POSITIONS]
     ax.plot(positions, [cost(m) / cost(1) for m in positions], "o-", color=BLUE, label="c(m)")
     if cost.low:
-        intervals = (cost.low, cost.high)
-        low, high = ([x / cost(1) for x in ends[: len(positions)]] for ends in intervals)
+        low, high = np.array([cost.low, cost.high])[:, : len(positions)] / cost(1)
         ax.fill_between(positions, low, high, color=BLUE, alpha=0.25, linewidth=0, label="95%")
     ax.set_ylim(0)
     return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", "plain steps")
@@ -198,29 +194,26 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
     others.sort(key=lambda r: r.drafter == MLX_LM_SPECULATION)
     categories = list(dict.fromkeys(r.category for r in others))
     ways = list(dict.fromkeys(r.key for r in others))
-    drafters = list(dict.fromkeys(drafter for drafter, *_ in ways))
-    settings = list(dict.fromkeys(way[1:] for way in ways))
-    rules = {rule for _, _, rule in ways if rule}
+    colours = cycled(COLOURS, (drafter for drafter, *_ in ways))
+    marks = cycled(MARKERS, (way[1:] for way in ways))
+    has_rules = len({rule for *_, rule in ways if rule}) > 1
     step = 1 / (len(ways) + 1)
     height = 1.2 + 0.13 * len(categories) / step + LEGEND_LINE * len(ways)
     ax = axes_or_new(ax, (7.2, height))
     ax.axvline(1, color=GREY, linewidth=1.5, label="plain decoding")
-    for i, (drafter, length, rule) in enumerate(ways, start=1):
-        own = [r for r in others if r.key == (drafter, length, rule) and r.ratio]
-        spread = np.array([(r.ratio - r.ratio_low, r.ratio_high - r.ratio) for r in own])
-        name = (
-            LEGENDS.get(drafter, drafter),
-            length and f"K = {length}",
-            rule if len(rules) > 1 else "",
-        )
-        ax.errorbar(
-            [r.ratio for r in own],
+    for i, way in enumerate(ways, start=1):
+        drafter, length, rule = way
+        own = [r for r in others if r.key == way and r.ratio]
+        name = LEGENDS.get(drafter, drafter), length and f"K = {length}", rule if has_rules else ""
+        draw_intervals(
+            ax,
             [categories.index(r.category) + i * step for r in own],
-            xerr=np.maximum(0, spread.reshape(-1, 2).T),
-            fmt=MARKERS[settings.index((length, rule)) % len(MARKERS)],
-            color=COLOURS[drafters.index(drafter) % len(COLOURS)],
+            [(r.ratio, r.ratio_low, r.ratio_high) for r in own],
+            sideways=True,
+            fmt=marks[way[1:]],
+            color=colours[drafter],
             capsize=2,
-            label=", ".join(filter(None, (*name, rule if len(rules) > 1 else ""))),
+            label=", ".join(filter(None, name)),
         )
     for edge in range(1, len(categories)):
         ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
@@ -228,24 +221,36 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
     ax.set_yticks([i + 0.5 for i in range(len(names))], names)
     ax.set_ylim(len(categories), 0)
     cost = others[0].cost if others else ""
-    speed = "modelled speed" if cost else "tokens per second"
-    label_axes(ax, "", f"{speed} relative to plain mlx-lm, 95% interval over texts", "")
-    where = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
-    return legend(ax, title=title or cost, title_fontsize=10, alignment="left", **where)
+    x = "modelled speed" if cost else "tokens per second"
+    x += " relative to plain mlx-lm, 95% interval over texts"
+    look = {"title": title or cost, "title_fontsize": 10, "alignment": "left"}
+    return finish(ax, "", x, "", loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, **look)
+
+
+def cycled(looks: Sequence[str], keys: Iterable[Any]) -> dict[Any, str]:
+    """A look for each different key, from the first on again where they run out."""
+    return dict(zip(dict.fromkeys(keys), cycle(looks), strict=False))
 
 
 def power_of_check(parts: Sequence[Any]) -> Figure:
     """Chance that a check would have found each of the named faults. parts: of its report."""
-    found = [
-        (f"{part.name}: {fault}", power)
+    powers = {
+        f"{part.name}: {fault}": power
         for part in parts
         for fault, power in part.numbers.get("power", {}).items()
-    ]
-    ax = axes_or_new(None, (7.2, 1.2 + 0.25 * len(found)))
-    ax.barh([name for name, _ in found], [power for _, power in found], color=BLUE)
+    }
+    ax = axes_or_new(None, (7.2, 1.2 + 0.25 * len(powers)))
+    ax.barh([*powers], [*powers.values()], color=BLUE)
     ax.axvline(0.9, color=ORANGE, linestyle="--", label="counts as found")
     ax.invert_yaxis()
     ax.set_xlim(0, 1)
     words = "chance that the fault would have been found"
-    where = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-    return finish(ax, "Power of the check", words, "", **where)
+    return finish(
+        ax,
+        "Power of the check",
+        words,
+        "",
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        borderaxespad=0.2,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,8 +44,9 @@ def read_prompts(path: Path | str | None = None) -> list[Prompt]:
     """
 
     def prompt(row: Any, number: int) -> Iterator[Prompt]:
-        text = row["turns"][0] if "turns" in row else row["prompt"]
-        yield Prompt(str(row.get("id", number)), str(row.get("category", "prompts")), str(text))
+        text = messages_of({name: row[name] for name in ("turns", "prompt") if name in row})
+        name, category = str(row.get("id", number)), str(row.get("category", "prompts"))
+        yield Prompt(name, category, text[0]["content"])
 
     return read_lines(
         path or Path(__file__).with_name("prompts.jsonl"),
@@ -54,8 +55,21 @@ def read_prompts(path: Path | str | None = None) -> list[Prompt]:
     )
 
 
+def messages_of(line: Any) -> list[dict[str, str]]:
+    """The messages before an answer: a question, the first of `turns`, `prompt`, or `messages`.
+
+    An answer at the end of `messages` is left out. Raises TypeError for anything else.
+    """
+    match line:
+        case {"turns": [str(text), *_]} | {"prompt": str(text)} | str(text):
+            return [{"role": "user", "content": text}]
+        case {"messages": [*messages, {"role": "assistant"}] | [*messages]} if messages:
+            return messages
+    raise TypeError
+
+
 def read_lines(
-    path: Path | str, read: Callable[[Any, int], Iterator[Item]], expected: str
+    path: Path | str, read: Callable[[Any, int], Iterable[Item]], expected: str
 ) -> list[Item]:
     """Items that `read` makes of each line's object and number; ValueError for a wrong line."""
     items: list[Item] = []

@@ -68,14 +68,12 @@ S = TypeVar("S", bound=Struct)
 
 
 def check_folder_of(path: Path) -> None:
-    """Raise MemoryFileError if a file's folder does not exist."""
     if not path.parent.is_dir():
         raise MemoryFileError(f"There is no folder {path.parent}. Make it, or give another file.")
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock a file against other processes while the block runs, by PATH.lock."""
     check_folder_of(path)
     with FileLock(path.with_name(f"{path.name}.lock")):
         yield
@@ -107,7 +105,6 @@ def write_file(path: Path, header: FileHeader, arrays: Sequence[Any]) -> str:
 
 
 def read_file(path: Path, kind: str, header_type: type[H]) -> tuple[H, Integers]:
-    """The header of a file and its integers. MemoryFileError for a wrong or damaged file."""
     saving, text, start = read_front(path)
     if saving.kind != kind:
         raise other_kind(path, saving.kind, kind)

@@ -39,7 +39,6 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Context:
-        """The context at the end of `tokens` [n]."""
         return cls(_keys(tokens[-KNOWN:])[-1], tokens[: -MAX_MATCH - 1 : -1])
 
 
@@ -85,7 +84,7 @@ class ContextIndex:
         start = bisect_left(keys, key)
         # The key with the longest common prefix is next to the insertion point. The top differing
         # bit gives the number of equal tokens.
-        difference = min([neighbour ^ key for neighbour in keys[max(0, start - 1) : start + 1]])
+        difference = min(map(key.__xor__, keys[max(0, start - 1) : start + 1]))
         longest = min(KNOWN - (difference.bit_length() + BITS - 1) // BITS, len(last))
         if longest < least:
             return []
@@ -128,7 +127,6 @@ class ContextIndex:
         return sorted([ring for ring in by_length.items() if ring[0] >= shortest], reverse=True)
 
     def _matched(self, place: int, last: Sequence[int]) -> int:
-        """Number of tokens before a place that equal the last tokens."""
         ids, most = self.ids, min(place, len(last))
         length = min(KNOWN, most)
         if ids[place - most : place - length] == array("i", last[length:most])[::-1]:
@@ -156,7 +154,6 @@ class GrowingIndex(ContextIndex):
         self._key = Context.of(tokens).key
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
         for token in tokens:
             # to the left of equal keys, because the latest place comes first
             place = bisect_left(self._keys, self._key)

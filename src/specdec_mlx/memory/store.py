@@ -20,7 +20,7 @@ from specdec_mlx.arguments import argument_error, check_int
 from specdec_mlx.files import Count
 from specdec_mlx.memory.file import FileHeader, Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
-from specdec_mlx.memory.kept import KeptFile, opened
+from specdec_mlx.memory.persistent import PersistentStore, opened
 from specdec_mlx.progress import progress_bar
 
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}  # and hidden folders
@@ -29,7 +29,6 @@ LOOKED_AT = 8192  # first bytes of a file; a zero byte among them means that it 
 
 
 def texts_of(paths: Sequence[Path | str], tokenizer: Any) -> Iterator[list[int] | None]:
-    """Token ids of each file. None for a file that is skipped."""
     for path in paths:
         for file in files_in(Path(path).expanduser().absolute()):
             yield tokens_of(str(file), tokenizer)
@@ -108,7 +107,7 @@ class TextsHeader(FileHeader, kw_only=True):
     sources: dict[str, tuple[str, str]]
 
 
-class Memory(KeptFile):
+class Memory(PersistentStore):
     """Texts for a `SuffixDrafter` to draft from; safe with many threads.
 
     The texts are in a few immutable indexes, oldest first. A new text joins the youngest index, and
@@ -274,7 +273,6 @@ class Memory(KeptFile):
         self.sources = saved.sources | self.sources
 
     def _extend(self, texts: Sequence[Integers]) -> None:
-        """Add texts to the youngest index, and forget the oldest texts."""
         if not texts:
             return
         # A text longer than the bound keeps its end.
@@ -307,7 +305,6 @@ def _separators_in(tokens: Integers) -> Integers:
 
 
 def text_digest(text: Integers) -> str:
-    """Digest of a text's token ids [n], int32, which identifies the text."""
     return hashlib.sha256(text.tobytes()).hexdigest()[:16]
 
 
@@ -355,7 +352,6 @@ def _read(sizes: Sequence[Sequence[int]], data: Integers) -> Iterator[ContextInd
 
 
 def _checked(text: Sequence[int]) -> Integers:
-    """Token ids as an array. Raises ValueError."""
     tokens: Integers = np.array(text)
     if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
         raise argument_error("tokens", text, "token ids [n], ints. Tokenize a text first")

@@ -54,7 +54,6 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 
 def run_command(name: str, arguments: Sequence[str]) -> None:
-    """Run mlx-lm's command of this name, one of `COMMANDS`."""
     check_version()
     with ExitStack() as stack:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
@@ -66,8 +65,6 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 
 
 class Command:
-    """`generate`, `chat` or `benchmark` of mlx-lm, with one drafter."""
-
     flags: Flags
     arguments: argparse.Namespace
 
@@ -76,7 +73,6 @@ class Command:
         self.speculation, self.stack = Speculation(None), ExitStack()
 
     def run(self, arguments: Sequence[str]) -> None:
-        """Run mlx-lm's `main` with our parser and speculation."""
         more = [add_grammar_arguments, add_sampling_arguments]
         more = [] if self.name == "benchmark" else more
         with self.stack, replaced_names(self.module, self._names()):
@@ -99,7 +95,6 @@ class Command:
         self.stack.enter_context(in_force(self.speculation))
 
     def _names(self) -> dict[str, Any]:
-        """Replacements for names of mlx-lm's module: its loaders, and the interface of `chat`."""
         loaders = [name for name in ("load", "sharded_load") if hasattr(self.module, name)]
         names = {name: self._noting(getattr(self.module, name)) for name in loaders}
         if self.name == "generate" and mx.distributed.init().size() > 1:
@@ -132,7 +127,6 @@ class Command:
         return loading
 
     def _choose_sampling(self, folder: Path) -> None:
-        """Take the sampling that a model's folder recommends, where no flag gives a value."""
         recommended, problems = recommended_sampling(folder)
         missing = [name for name in ARGUMENTS.values() if getattr(self.arguments, name) is None]
         used = {name: recommended[name] for name in missing if name in recommended}
@@ -148,7 +142,6 @@ class Command:
         return make_sampler(*args, **filters, **kwargs)
 
     def _interface(self) -> Any:
-        """The interface of `chat`, which also ends at the end of input, and prints --stats."""
         command = self
 
         class Interface(self.module.ChatUI):  # type: ignore[misc, name-defined]
@@ -166,7 +159,6 @@ class Command:
         return Interface
 
     def _close(self) -> None:
-        """Print the account below mlx-lm's closing lines."""
         shows_lines = self.name == "generate" and self.arguments.verbose
         if shows_lines:
             print(closing_line(self.speculation))
@@ -187,7 +179,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def closing_line(speculation: Speculation) -> str:
-    """Tokens per pass, accepted and drafted tokens, and the measured speedup."""
     stats = speculation.stats
     if speculation.drafter is None or stats is None:
         return "Speculation: none"

@@ -55,7 +55,6 @@ EVERYBODY, USER, KEY = "all", "user", "key"  # who shares a memory of a server
 
 
 def default_choice() -> DrafterChoice:
-    """The choice without a flag for a drafter or a draft model."""
     from specdec_mlx.drafters.choosing.choice import DrafterChoice
 
     return DrafterChoice()
@@ -87,30 +86,25 @@ class Flags:
         return self.online or self.choice.waits_for_target
 
     def drafter(self, target: nn.Module | None = None) -> Drafter | None:
-        """The drafter for a target. None for plain decoding."""
         return self.drafting.resolve(target)
 
     @cached_property
     def drafting(self) -> DrafterChoice:
-        """The choice, with the memory and a learning drafter."""
         learner = learners()(self.choice.model).drafter if self.online else None
         return replace(self.choice, memory=self.remembered, learner=learner)
 
     @cached_property
     def remembered(self) -> Memory | None:
-        """The memory that all drafters share, or None. Raises MemoryFileError."""
         from specdec_mlx.memory.store import as_memory
 
         return as_memory(self.memory) if self.memory_for == EVERYBODY else None
 
     def save_memory(self) -> None:
-        """Write the memory to its file. Raises MemoryFileError and OSError."""
         if self.memory not in (None, PROCESS) and self.remembered is not None:
             self.remembered.save()
 
 
 def learners() -> Any:
-    """The class behind `--online`. Raises MissingPackageError."""
     entry = installed(LEARNERS, "learner").get("online")
     if entry is None:
         raise MissingPackageError(
@@ -121,7 +115,6 @@ def learners() -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add our flags. `--num-draft-tokens` replaces mlx-lm's flag."""
     taken = parser._option_string_actions
     # argparse raises on a flag that exists unless told to replace it.
     parser.conflict_handler = "resolve"
@@ -178,7 +171,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the structure of the text."""
     group = parser.add_argument_group("structured output (needs the extra `grammar`)")
     only = group.add_mutually_exclusive_group()
     for kind, metavar, words in (
@@ -196,7 +188,6 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def grammar_of(kind: str, source: str) -> Grammar:
-    """The grammar of a pattern, or of a file. Raises ValueError."""
     from specdec_mlx.drafters.grammar import Grammar
 
     make: Callable[[str], Grammar] = getattr(Grammar, kind)
@@ -204,7 +195,6 @@ def grammar_of(kind: str, source: str) -> Grammar:
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:
-    """Our flags out of the arguments. Raises ValueError and OSError."""
     from specdec_mlx.drafters.choosing.choice import choice_of
 
     check_numbers(namespace)
@@ -242,7 +232,6 @@ COUNTS = (
 
 
 def check_numbers(namespace: argparse.Namespace) -> None:
-    """Raise ValueError for an impossible number. --max-tokens may be -1, for no limit."""
     for flag in COUNTS.split():
         value = getattr(namespace, flag.replace("-", "_"), None)
         unlimited = flag == "max-tokens"
@@ -252,7 +241,6 @@ def check_numbers(namespace: argparse.Namespace) -> None:
 
 
 def check_values(namespace: argparse.Namespace) -> None:
-    """Raise ValueError for an impossible sampling, or wrong options of a rule."""
     from specdec_mlx.rules import make_rule
     from specdec_mlx.sampling import Sampling
 
@@ -265,7 +253,6 @@ def check_values(namespace: argparse.Namespace) -> None:
 
 
 def check_files(namespace: argparse.Namespace) -> None:
-    """Raise FileNotFoundError for a prompt cache or an adapter that does not exist."""
     check_adapter(getattr(namespace, "adapter_path", None))
     cache = getattr(namespace, "prompt_cache_file", None)
     if cache is not None and not Path(cache).is_file():
@@ -276,7 +263,6 @@ def check_files(namespace: argparse.Namespace) -> None:
 
 
 def check_adapter(folder: str | None) -> None:
-    """Raise FileNotFoundError for a folder without an adapter. None is no adapter."""
     if folder is not None and not (Path(folder) / "adapter_config.json").is_file():
         raise FileNotFoundError(
             f"Adapter {folder} is no folder with an adapter_config.json. mlx_lm.lora makes one."
@@ -288,7 +274,6 @@ AddArguments = Callable[[argparse.ArgumentParser], None]
 
 
 def run_main(module: Any, arguments: Sequence[str], on_flags: OnFlags, *more: AddArguments) -> None:
-    """Run a command of mlx-lm with our flags; see `argparse_with_flags`."""
     program = f"specdec-mlx {module.__name__.rpartition('.')[2]}"
     with (
         replaced_names(module, {"argparse": argparse_with_flags(on_flags, *more)}),
@@ -311,6 +296,7 @@ def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
             for add in (add_arguments, *more):
                 add(self)
             self.add_help_all(RARE.split())
+            # None tells whether the flag was given. mlx-lm gets its own default back below.
             theirs = self.get_default("num_draft_tokens")
             self.set_defaults(num_draft_tokens=None)
             namespace = super().parse_args(*args, **kwargs)
@@ -327,7 +313,6 @@ def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
 
 @contextmanager
 def replaced_names(module: Any, names: dict[str, Any]) -> Iterator[None]:
-    """Replace names of a module in this block."""
     before = {name: getattr(module, name) for name in names}
     vars(module).update(names)
     try:

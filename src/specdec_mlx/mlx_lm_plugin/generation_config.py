@@ -50,7 +50,6 @@ def recommended_sampling(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _checked(argument: str, value: Any) -> Any:
-    """A value that `Sampling` takes for this argument. Raises ValueError."""
     # JSON files of some models have 50.0 for top_k.
     if isinstance(value, float) and value.is_integer():
         value = int(value)

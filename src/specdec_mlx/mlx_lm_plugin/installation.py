@@ -67,7 +67,6 @@ def check_version() -> None:
 
 @functools.cache
 def _warn_of(version: str) -> None:
-    """Warn, once, that this version is newer than the known versions."""
     logging.getLogger(__name__).warning(
         f"mlx-lm {version} is newer than the versions that specdec_mlx was tested with, which are "
         f"below {NEXT}. Its functions are as they were, so this goes on."
@@ -79,7 +78,6 @@ def _numbers(version: str) -> list[int]:
 
 
 def check_parameters(name: str) -> None:
-    """Raise MlxLmVersionError if a step of mlx-lm takes unknown parameters."""
     ours = {"model", "prompt", "draft_model", "num_draft_tokens"}
     ours |= {field.name for field in fields(Options)}
     step = getattr(STEPS, name, None)
@@ -155,7 +153,6 @@ class Speculation:
                 yield (token.token, logprobs, token.from_draft)[:num_fields]
 
     def batch(self, arguments: dict[str, Any]) -> Any:
-        """The response to a batch. The account is of its last text."""
         response = batch_generate(
             **arguments,
             drafter=self.drafter,
@@ -192,7 +189,6 @@ _by_install: list[Speculation] = []  # the speculation of `install`, if any
 
 @contextmanager
 def in_force(speculation: Speculation) -> Iterator[Speculation]:
-    """Like `patched`, for a given speculation."""
     with _lock:
         if not _stack:
             _replace()
@@ -201,6 +197,7 @@ def in_force(speculation: Speculation) -> Iterator[Speculation]:
         yield speculation
     finally:
         with _lock:
+            # Blocks in threads may end in any order, so that this need not be the last one.
             _stack.remove(speculation)
             for name, (original, ours) in _steps.items() if not _stack else ():
                 _put(name, ours, original)
@@ -233,6 +230,7 @@ def _stepping(original: Any) -> Any:
 
     @functools.wraps(original)
     def step(*args: Any, history: Sequence[int] | None = None, **kwargs: Any) -> Any:
+        # The block entered last counts, in whichever thread.
         speculation = next(reversed(_stack), None)
         options = {"stream": generation_stream, **signature.bind(*args, **kwargs).arguments}
         if speculation is None or not _can_draft(options):
@@ -293,6 +291,8 @@ def install(drafter: AnyDrafter = DEFAULT_DRAFTER, **options: Any) -> Speculatio
         UnknownNameError: no drafter, draft length or rule has this name.
         ValueError: the drafter or rule does not take these options.
     """
+    # Enter the new block before the old one is closed: wrong options must leave the old `install`
+    # in force.
     block = patched(drafter, **options)
     with _lock:
         speculation = block.__enter__()

@@ -92,7 +92,6 @@ def _swapped(
 
 @contextmanager
 def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable for a block."""
     token = variable.set(value)
     try:
         yield
@@ -268,11 +267,9 @@ class Anatomy:
         return getattr(head, "as_linear", head)(states)
 
     def head_tap(self) -> Tap:
-        """Tap of the head's input. Raises UnreadableError."""
         return _readable("The input of this target's head", self.head)
 
     def layer_tap(self, index: int) -> Tap:
-        """Tap of a layer's output. Raises UnreadableError."""
         name = f"Layer {index} of this target"
         if not 0 <= index < len(self.layers):
             raise UnreadableError(
@@ -308,6 +305,7 @@ def _watch(model: nn.Module) -> Anatomy:
             continue
         if (*argument.shape[:-1], vocab_size) == made.shape != argument.shape:
             head, states = Tap(module, axis), argument
+    # The norm is the module whose output is the head's input, without modules inside it.
     norms = [m for m, _, made in calls if made is states and not m.children()]
     embeddings = [m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)]
     last_caches = {}
@@ -329,8 +327,8 @@ def _watch(model: nn.Module) -> Anatomy:
 
 
 def _layer(layer: nn.Module, calls: Sequence[Call]) -> Tap | str:
-    """Tap of a layer's output. The layer must be called as a module, once in a pass."""
     outputs = [first(made) for module, _, made in calls if module is layer]
+    # A layer that is shared, or called as a function, gives no single output.
     if len(outputs) != 1:
         return f"it is called {len(outputs)} times a pass"
     axis = _axis_of_positions(outputs[0])
@@ -341,7 +339,6 @@ _known = PerModel(_watch)
 
 
 def first(output: Any) -> Any:
-    """The output of a module, or the first of several outputs."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -358,7 +355,6 @@ def _is(value: Any, kind: mx.DtypeCategory) -> bool:
 
 
 def _readable(name: str, tap: Tap | str) -> Tap:
-    """The tap. UnreadableError with the reason if there is none."""
     if isinstance(tap, str):
         instead = "Use a drafter that works on tokens, such as 'prompt-lookup'."
         raise UnreadableError(f"{name} cannot be read: {tap}. {instead}")
@@ -441,7 +437,6 @@ def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
 
 
 def check_readable(caches: Sequence[Any], index: int) -> Any:
-    """A cache with keys and values, by its index. Raises UnreadableError."""
     all_caches = list(leaves(caches))
     kind = type(all_caches[index]).__name__ if index < len(all_caches) else "no cache"
     if index >= len(all_caches) or not isinstance(all_caches[index], READABLE):

@@ -40,7 +40,6 @@ class PerModel(Generic[T]):
         return self._values[key] if key in self._values else self.put(self._make(*owners), *owners)
 
     def put(self, value: T, *owners: Any) -> T:
-        """Replace the value of these owners. Returns the new value."""
         objects = [*map(unwrapped, owners)]
         key = (*map(id, objects),)
         with suppress(TypeError):  # a class with slots may not allow weak references
@@ -51,7 +50,6 @@ class PerModel(Generic[T]):
 
 
 def unwrapped(owner: Any) -> Any:
-    """The tokenizer inside mlx-lm's wrapper. Any other object is returned unchanged."""
     return owner._tokenizer if isinstance(owner, TokenizerWrapper) else owner
 
 
@@ -101,7 +99,6 @@ def load_on_ranks(
 
 @contextmanager
 def explained(name: Path | str) -> Iterator[None]:
-    """Raise ModelFolderError, with the next step, if the block cannot load this model."""
     folder = Path(name).expanduser()
     if folder.exists():
         check_folder(folder)
@@ -128,7 +125,6 @@ def explained(name: Path | str) -> Iterator[None]:
 
 
 def folder_of(name: Path | str) -> Path:
-    """Folder of a model that was loaded by its folder or Hugging Face name."""
     folder = Path(name).expanduser()
     if not folder.exists() and is_in_cache(str(name)):
         folder = Path(str(try_to_load_from_cache(str(name), "config.json"))).parent
@@ -136,7 +132,6 @@ def folder_of(name: Path | str) -> Path:
 
 
 def is_in_cache(name: str) -> bool:
-    """True for a model in the Hugging Face cache."""
     try:
         # Raises ValueError for a text that cannot be a name.
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
@@ -158,7 +153,6 @@ def is_offline() -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelFolderError, with the next step, unless the folder has all parts of a model."""
     if not folder.is_dir():
         raise ModelFolderError(f"{folder} is a file, expected a folder. Give the folder it is in.")
     if not (folder / "config.json").is_file():

@@ -49,7 +49,6 @@ class Rows:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Columns of all rows, each once, in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
@@ -107,9 +106,11 @@ class SpeculationStats(Rows):
         self.target_passes += 1
         self.ahead += round_.ahead
         self.fed += round_.fed
+        # A round needs one pending token and the draft. Further positions were fed before.
         self.replayed += round_.fed - round_.drafted - 1
         self.drafted += round_.drafted
         self.accepted += round_.accepted
+        # A round verifies accepted + 1 tokens. Those that were not emitted fell to max_tokens.
         self.cut += round_.accepted + 1 - round_.emitted
         self.draft_seconds += round_.draft_seconds
         self.verify_seconds += round_.verify_seconds
@@ -149,6 +150,8 @@ class SpeculationStats(Rows):
     @property
     def acceptance_rate(self) -> float:
         """Likeliest α (Leviathan et al. 2023, definition 3.1): accepted of judged tokens."""
+        # A round judges draft tokens only up to its first rejection, so that each round has at most
+        # one.
         rejections = sum(accepted < drafted for drafted, accepted in self.rounds)
         return acceptance_from_counts(self.accepted, rejections)
 
@@ -202,7 +205,6 @@ class SpeculationStats(Rows):
         }
 
     def __str__(self) -> str:
-        """Two lines, and a third for several drafters or no draft."""
         share = f" ({self.accepted_share:.0%})" if self.drafted else ""
         counts = self.by_drafter.items()
         shares = [f"{kind_of(key)} {accepted} of {drafted}" for key, (drafted, accepted) in counts]
@@ -230,7 +232,6 @@ class SpeculationStats(Rows):
 
 
 def kind_of(key: str) -> str:
-    """The class at the beginning of a drafter's key."""
     return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
 
 

@@ -1,1 +1,1 @@
-"""HTML views of what `stats` counted."""
+"""HTML views of texts and statistics."""

@@ -82,7 +82,6 @@ def text_html(pieces: Sequence[Piece], stats: SpeculationStats, drafter: str = "
 
 
 def stats_html(stats: SpeculationStats) -> str:
-    """The account of a generation as a compact table."""
     share = f"{stats.accepted} of {stats.drafted} drafted ({stats.accepted_share:.0%})"
     rows = [
         ("tokens", f"{stats.emitted} in {stats.target_passes} target passes"),
@@ -136,7 +135,6 @@ def range_label(numbers: range) -> str:
 
 
 def acceptance_in_ranges(stats: SpeculationStats) -> dict[range, tuple[int, int]]:
-    """Accepted and drafted tokens, by `position_ranges`."""
     counts = list(zip(stats.accepted_at, stats.drafted_at, strict=True))
     totals = {}
     for positions in position_ranges(len(counts)):

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from specdec_mlx.arguments import argument_error
 from specdec_mlx.caches import STRATEGIES, Rollback, leaves
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.trees.passes import VIEWS, view_class
+from specdec_mlx.trees.tree_pass import VIEWS, view_class
 
 _one_pass = RLock()
 """Locked while a pass is built: the language model then has the state of one text."""
@@ -60,7 +60,6 @@ class VisionModel(nn.Module):  # type: ignore[misc]
 
     @property
     def language_model(self) -> Any:
-        """The part that generates text."""
         return self.model.language_model
 
     @property
@@ -81,6 +80,7 @@ class VisionModel(nn.Module):  # type: ignore[misc]
         if input_embeddings is not None:
             more = {**positions.reading, "inputs_embeds": input_embeddings}
         else:
+            # The first pass over tokens ends the reading of the prompt.
             positions.reading = {}
         if is_new and not more and hasattr(model, "get_rope_index"):
             # A prompt without images must not use positions of an earlier prompt's images.
@@ -104,6 +104,8 @@ class VisionModel(nn.Module):  # type: ignore[misc]
     def keeping(self, positions: ImagePositions) -> Iterator[None]:
         """Restore this text's image state while the block runs, and save it again afterwards."""
         model = self.language_model
+        # Passes of several texts may be built in several threads, and the model has room for one
+        # state.
         with _one_pass:
             before = private_arrays_of(model)
             set_private_arrays(model, positions.saved)
@@ -148,6 +150,5 @@ def private_arrays_of(module: Any) -> dict[str, mx.array | None]:
 
 
 def set_private_arrays(module: nn.Module, arrays: dict[str, mx.array | None]) -> None:
-    """Replace a module's private arrays."""
     for name in {**private_arrays_of(module), **arrays}:
         setattr(module, name, arrays.get(name))

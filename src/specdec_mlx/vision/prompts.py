@@ -86,6 +86,7 @@ def read_prompt(
             "conversation without prompt_cache."
         )
     if is_new:
+        # A first prompt without images is embedded too, so that the caches get their image state.
         options["input_embeddings"] = embed(model, caches, inputs)
     else:
         model.positions_of(caches, may_be_read=True)
@@ -107,6 +108,7 @@ def embed(model: VisionModel, caches: list[Any], inputs: dict[str, Any]) -> mx.a
         made = model.model.get_input_embeddings(tokens, pixels, mask=mask, **reading)
     reading |= {k: v for k, v in made.to_dict().items() if v is not None}
     embeddings: mx.array = reading.pop("inputs_embeds")[0]
+    # Further inputs, such as positions, go with every pass that reads the prompt.
     positions.reading = reading
     check_reading(model, tokens, reading)
     return embeddings
@@ -115,7 +117,6 @@ def embed(model: VisionModel, caches: list[Any], inputs: dict[str, Any]) -> mx.a
 def encode(
     processor: Any, prompt: generation.Prompt, images: Sequence[Any], config: Any
 ) -> dict[str, Any]:
-    """mlx-vlm's inputs for a prompt with images."""
     package = mlx_vlm()
     if not isinstance(prompt, str):
         prompt = package.apply_chat_template(

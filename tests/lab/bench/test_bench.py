@@ -58,7 +58,7 @@ from specdec_mlx.lab.bench.timing import (
     time_generation,
 )
 from specdec_mlx.lab.commands import bench as bench_command
-from specdec_mlx.lab.counterfactual import ratio_of
+from specdec_mlx.lab.estimates import ratio_of
 from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.target import LazyPass
@@ -144,6 +144,8 @@ def test_where_texts_part_by_how_much_and_a_near_tie_is_an_excuse(
         monkeypatch.setattr(summary, "top_two_gap", lambda *args, gap=gap: gap)
         (found,) = summary.find_differences(narrow.model(), [task], samples)
         assert (found.position, found.top_two_gap, found.excused) == (1, gap, excused)
+    again = [replace(s, repeat=1, tokens=s.tokens[:1]) for s in samples]  # both were cut short
+    assert len(summary.find_differences(narrow.model(), [task], samples + again)) == 1
 
 
 def test_contenders_take_turns_and_what_auto_learned_is_kept_within_a_repeat(

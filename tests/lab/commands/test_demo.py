@@ -19,6 +19,7 @@ import tiny
 import tiny_text
 from selection import FULL, in_one_test
 from specdec_mlx.cli import commands as cli
+from specdec_mlx.lab.bench.summary import Result, find_differences, summarise
 from specdec_mlx.lab.bench.timing import PLAIN, Contender, Emitted, Sample
 from specdec_mlx.lab.commands import demo
 from specdec_mlx.lab.commands.demo import PAIR, Show
@@ -49,26 +50,29 @@ def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range
     """One whose first token came with the prompt, and each other one after `pace` seconds."""
     seconds = pace * (len(tokens) - 1)
     made = test_bench.sample("text", drafter, tokens, repeat=repeat, decode_seconds=seconds)
-    return replace(made, draft_length="auto", passes=5, drafted=8, accepted=6)
+    counts = {"passes": 5, "drafted": 8, "accepted": 6}
+    return replace(made, category="text", draft_length="auto", **counts)
 
 
-def rows_of(samples: Sequence[Sample]) -> list[demo.TimedText]:
-    return demo.compare(nn.Module(), TASK, samples)
+def rows_of(samples: Sequence[Sample]) -> list[Result]:
+    found = find_differences(nn.Module(), [TASK], samples)
+    return [r for r in summarise(samples, found) if r.drafter != PLAIN and r.category == "text"]
 
 
-def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
-    """A repeat in which the machine was slow for both says the same as one in which it was not."""
-    paces = [(1.0, 0.5), (9.0, 3.0), (1.0, 1.0)]
+def test_a_row_is_the_benchmarks_result() -> None:
+    """Medians of the repeats, and the counts of all; a repeat in which all was slow counts less."""
+    paces = [(1.0, 0.5), (9.0, 3.0), (1.0, 0.5)]
     samples = [
         sample(drafter, i, pace)
         for i, pair in enumerate(paces)
         for drafter, pace in zip((PLAIN, "drafter 1"), pair, strict=True)
     ]
     (row,) = rows_of(samples)
-    assert row.speed == 2.0
-    line = demo.format_table([row]).splitlines()[-1]
-    shown = ["41", "2.00 times plain", "8.20", "6 of 8", row.verdict]
-    assert [cell.strip() for cell in line.split("|")[4:-1]] == shown
+    assert row.ratio == 2.0
+    header, _, line = (text.split("|")[1:-1] for text in demo.format_table([row]).splitlines())
+    assert [cell.strip() for cell in header][:3] == ["text", "drafter", "K"]
+    shown = ["41", "2.00 times plain", "8.20", "18 of 24", "identical"]
+    assert [cell.strip() for cell in line[3:]] == shown
 
 
 @in_one_test("tokens", [[*range(40), 5], range(40)])
@@ -89,7 +93,7 @@ def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     samples = [sample(name, i, 1.0) for name in (PLAIN, "drafter 1") for i in (0, 1)]
     samples[2 + repeat] = sample("drafter 1", repeat, 1.0, tokens)
     (row,) = rows_of(samples)
-    assert row.verdict == verdict
+    assert demo.verdict(row) == verdict
     assert demo.format_table([row]).endswith(f" {verdict} |")
 
 
@@ -102,9 +106,9 @@ def test_the_clock_cuts_the_live_text_after_twenty_tokens(max_tokens: int) -> No
     assert responses[-1].generation_tokens == min(20, max_tokens)
 
 
-def legend_of(rows: Sequence[demo.TimedText], *texts: str) -> str:
+def legend_of(rows: Sequence[Result], *texts: str) -> str:
     """The lines beneath the table, without their line breaks."""
-    return " ".join(demo.legend(rows, texts, nn.Linear(1, 1), []).split())
+    return " ".join(demo.legend(rows, texts, nn.Linear(1, 1), None).split())
 
 
 @in_one_test("num_tokens", [1, 39, 40])

@@ -26,7 +26,7 @@ from specdec_mlx.contracts import Draft, DraftContext, Session, Step
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.papers.cascade import CascadeSession
 from specdec_mlx.lab.proof.law import Tokens, state_after
-from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
+from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
 
@@ -60,7 +60,9 @@ class Cascaded:
         for weight, drawn, probs in self.first.drafts(state):
             logprobs = mx.log(mx.array(probs)) if drawn else None
             both = Found(Draft(drawn, logprobs), state, self.found)
-            draft = CascadeSession(both, both, num_first=4).propose(self.limit)
+            draft = CascadeSession([("first", both), ("then", both)], num_first=4).propose(
+                self.limit
+            )
             whole = probs if draft.probs is None else np.array(draft.probs, np.float64)
             yield weight, tuple(to_list(draft.tokens)), whole
 
@@ -142,7 +144,7 @@ def test_the_model_runs_for_the_first_tokens_alone() -> None:
     assert model.num_passes <= 2 * stats.target_passes + 1  # one says how wide its logits are
     for found, limit in (((), 5), ((9,), 2)):
         both = Found(Draft([7, 8]), 0, [found] * 7)
-        assert CascadeSession(both, both, 2).propose(limit).tokens == [7, 8]
+        assert CascadeSession([("first", both), ("then", both)], 2).propose(limit).tokens == [7, 8]
 
 
 def test_it_has_a_name_where_there_is_a_draft_model() -> None:

@@ -20,7 +20,7 @@ import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
 from specdec_mlx import lab
-from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.lighter import first_layers as cut

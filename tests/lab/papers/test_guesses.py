@@ -20,14 +20,16 @@ from specdec_mlx.contracts import (
     DraftContext,
     Evidence,
     FeatureRows,
+    LookUpSession,
     RoundRecord,
     all_drafters,
     share_class,
 )
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto
-from specdec_mlx.lab.papers.lookahead import LookaheadSession
+from specdec_mlx.lab.papers.lookahead import LookaheadIndex
 from specdec_mlx.lab.papers.recycling import BRANCHES, TOP, SuccessorTable
+from specdec_mlx.lab.papers.tree_drafts import TreeSession
 from specdec_mlx.token_ids import to_list
 
 PROMPT = [5, 17, 99, 3]
@@ -142,14 +144,14 @@ def test_n_grams_end_with_what_the_target_says_after_them() -> None:
     """The last token is the likeliest after text, trunk and column, to the target run alone."""
     checked: list[tuple[int, ...]] = []
 
-    class Watched(LookaheadSession):
+    class Watched(LookaheadIndex):
         def n_grams(self) -> set[tuple[int, ...]]:
             known = self._pool.successors.items()
             return {(*first, *rest) for first, some in known for rest in some.texts}
 
-        def observe(self, tokens: Sequence[int]) -> None:
+        def append(self, tokens: Sequence[int]) -> None:
             text, before, columns = list(self._tokens), self.n_grams(), self._window.columns()
-            super().observe(tokens)
+            super().append(tokens)
             for n_gram in self.n_grams() - before:
                 paths = [
                     path
@@ -162,32 +164,32 @@ def test_n_grams_end_with_what_the_target_says_after_them() -> None:
                     checked.append(n_gram)
 
     class Drafter(lab.LookaheadDrafter):
-        def begin(self, prompt: Sequence[int], context: DraftContext) -> LookaheadSession:
-            return Watched(self, prompt)
+        def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeSession:
+            return TreeSession(self.key, [(self.key, LookUpSession(Watched(self, prompt)))])
 
     text_of("llama", Drafter(window=3, ngram=3), max_tokens=16, num_draft_tokens=16)
     assert len(checked) > 10
 
 
-def session(**options: Any) -> LookaheadSession:
-    return lab.LookaheadDrafter(**options).begin([5, 6, 7], DraftContext())
+def index(**options: Any) -> LookaheadIndex:
+    return LookaheadIndex(lab.LookaheadDrafter(**options), [5, 6, 7])
 
 
 def test_n_grams_of_the_pool_come_first_and_then_the_rows() -> None:
     """The latest n-gram first; a limit cuts whole columns, never an n-gram's beginning."""
-    begun = session(window=2, ngram=3)
+    begun = index(window=2, ngram=3)
     for rest in ((40, 41), (40, 42)):
         begun._pool.note((7,), rest)
-    assert [draft.tokens for draft in begun.candidates(2)] == [(40, 42), (40, 41)]
-    assert [draft.tokens for draft in begun.candidates(1)] == [(40,)] * 2
-    assert begun.candidates(0) == []
-    draft = begun.propose(9)
+    assert [draft.tokens for draft in begun.chains(2)] == [(40, 42), (40, 41)]
+    assert [draft.tokens for draft in begun.chains(1)] == [(40,)] * 2
+    assert begun.chains(0) == []
+    draft = begun.draft(9)
     assert draft.parents is not None
     assert (to_list(draft.tokens)[:3], list(draft.parents)[:3]) == ([40, 42, 41], [-1, 0, 0])
     assert len(draft) == 3 + 3
-    assert len(begun.propose(4)) == 4
-    assert to_list(begun.propose(2).tokens) == [40, 42]
-    assert len(begun.propose(0)) == 0
+    assert len(begun.draft(4)) == 4
+    assert to_list(begun.draft(2).tokens) == [40, 42]
+    assert len(begun.draft(0)) == 0
 
 
 @in_one_test(
@@ -209,12 +211,12 @@ def test_what_is_said_after_rejected_rows_is_noted(
     """As pairs, and n-grams where the rows were verified as they are: the window's first level goes
     then; else columns go whose places were written.
     """
-    begun = session(window=2, ngram=3)
+    begun = index(window=2, ngram=3)
     begun._window.levels = [[7, 50], [51, 52]]
     if verified[0] == 51:
-        assert to_list(begun.propose(20).tokens) == [51, 50, 52]
+        assert to_list(begun.draft(20).tokens) == [51, 50, 52]
     begun.see_rejected(verified, FeatureRows({}, top_tokens=mx.array(said)[:, None]))
-    begun.observe([50])
+    begun.append([50])
     assert {first: known.texts for first, known in begun._pool.successors.items()} == noted
     assert [level[: len(window[0])] for level in begun._window.levels] == window
 
@@ -233,5 +235,6 @@ def test_rows_ride_where_positions_cost_little(slope: float | None, are_rows: bo
     price = math.inf if slope is None else pytest.approx(auto.price(4) + 12 * slope, abs=0.01)
     assert auto.price(16) == price
     for may_fork in (True, False):
-        draft = auto.begin(KEY, session(), lambda: may_fork)(64)  # noqa: B023
+        session = lab.LookaheadDrafter().begin([5, 6, 7], DraftContext())
+        draft = auto.begin(KEY, session, lambda: may_fork)(64)  # noqa: B023
         assert (len(draft) > 0) == (are_rows and may_fork)

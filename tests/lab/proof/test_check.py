@@ -69,7 +69,7 @@ from specdec_mlx.lab.proof.texts import (
     depends_on_text_alone,
 )
 from specdec_mlx.rules import CoinRule, Rejection, make_rule
-from specdec_mlx.trees.rules import MultiRound, TreeVerdict, walk
+from specdec_mlx.trees.tree_rules import MultiRound, TreeVerdict, walk
 
 V = 12
 PROMPTS = [[3, 1, 2, 3, 1], [7, 7, 4, 7, 7], [5, 9, 8, 2, 5, 9]]  # look-ups find something

@@ -426,13 +426,10 @@ def test_an_update_that_does_not_fit_is_lowered_or_refused(wide, monkeypatch):
 
 
 @pytest.mark.full
-def test_minutes_are_for_all_of_it(folder, loaded: Loaded, tmp_path, monkeypatch, capsys):
-    """By a clock that strikes whenever it is looked at: answers first, then updates, of which the
-    first part tells how much will be learnt.
-    """
+def test_minutes_are_for_all_of_it(folder, loaded: Loaded, tmp_path, monkeypatch):
+    """By a clock that strikes whenever it is looked at: answers first, then updates."""
     now = iter(np.arange(0, 1000, 0.5).tolist())
     monkeypatch.setattr(Clock, "seconds", lambda self: next(now))
-    monkeypatch.setattr(fitting, "FIRST", 10.0)
     (tmp_path / "many.txt").write_text("\n".join(f"{WORDS} {i}" for i in range(300)))
     plan = plan_for(folder, "medusa", prompts=True, minutes=3)
     data = replace(plan.data, prompts=(str(tmp_path / "many.txt"),))
@@ -442,10 +439,6 @@ def test_minutes_are_for_all_of_it(folder, loaded: Loaded, tmp_path, monkeypatch
     curve = report_in(tmp_path / "out")["curve"]
     assert 7 <= len(curve) <= 9
     assert curve[-1]["tokens"] > curve[0]["tokens"] > 0
-    said = re.findall(r"it learns ([\d,]+) tokens in (\d+) min", capsys.readouterr().out)
-    assert len(said) == 1
-    assert int(said[0][0].replace(",", "")) == pytest.approx(curve[-1]["tokens"], rel=0.4)
-    assert said[0][1] == "2"
 
 
 # Saving

@@ -36,10 +36,10 @@ from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.suffix import SuffixDrafter
+from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.strangers import as_drafter
 
 AnyDrafter = Drafter | nn.Module | str | Path | list[Any] | None
 """What `drafter=` takes: a drafter, the name of one, a loaded model, the folder or repository of a
@@ -150,7 +150,7 @@ class DrafterChoice:
         if isinstance(one, nn.Module | Path) or (isinstance(one, str) and is_place_of_model(one)):
             return DraftModel(one).make(target=target)
         if not isinstance(one, str):
-            drafter: Drafter = one if isinstance(one, Drafter) else as_drafter(one)
+            drafter: Drafter = as_drafter(one)
             return drafter
         if not takes_model(name := name_in(one)):
             takes_it = memory is not None and takes(name, "memory")

@@ -21,7 +21,7 @@ from specdec_mlx.arguments import MODEL_DRAFTER as MODEL_DRAFTER
 from specdec_mlx.arguments import NO_DRAFTER as NO_DRAFTER
 from specdec_mlx.arguments import PLACES, help_on, installed, load, make_with, split_spec, unknown
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.strangers import as_drafter
+from specdec_mlx.duck_typed import as_drafter
 
 
 def drafter_names() -> list[str]:

@@ -93,12 +93,21 @@ class Head(nn.Module):  # type: ignore[misc]
     vocabulary: DraftVocabulary | None = None
     pre_norm = False
 
-    def own(self, embeddings: int = 0, logits: int = 0) -> None:
-        """Give it an embedding, or a matrix that makes its logits, of so many rows; 0 for none."""
+    def own(self, embeddings: int = 0, logits: int = 0, tokens: mx.array | None = None) -> None:
+        """Give it an embedding, or a matrix that makes its logits, of so many rows; 0 for none.
+
+        tokens: [Vd] that its logits are of, None for the target's; ValueError for ids beyond V.
+        """
         if embeddings:
             self.embed_tokens = nn.Embedding(embeddings, self.width)
         if logits:
             self.lm_head = nn.Linear(self.width, logits, bias=False)
+        if tokens is not None:
+            self.vocabulary = DraftVocabulary(tokens, self.ends)
+
+    def read_state(self, *, before_norm: bool) -> None:
+        """Read the target's state before its final norm, or after it."""
+        self.pre_norm = before_norm
 
     @property
     def features(self) -> Features:

@@ -20,7 +20,6 @@ from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.drawing import check_draft_temp
 from specdec_mlx.drafters.heads.drafter import (
     Config,
-    DraftVocabulary,
     Head,
     HeadDrafter,
     target_ends,
@@ -84,14 +83,16 @@ class Format:
 
     told_by: pattern of a config's model types and keys, each key with a "=" after it, and of the
     names of its tensors, a line each. build: makes a head with random weights. renamed: patterns of
-    the checkpoint's names -> ours. load: in place of `build`, (files, target, variant, options) ->
-    drafter; variant: `draft_bits` to `norms_less_one` of `load_head`; options: of its drafter.
+    the checkpoint's names -> ours. weights: the tensors of a head that was built, those of its
+    source by default. load: in place of all these, (files, target, variant, options) -> drafter;
+    variant: `draft_bits` to `norms_less_one` of `load_head`; options: of its drafter.
     """
 
     label: str
     told_by: str
     build: Callable[[HeadSource], Head] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    weights: Callable[[Any, HeadSource], Tensors] = lambda head, source: source.tensors
     load: Callable[[HeadFiles, nn.Module, Variant, dict[str, Any]], Any] | None = None
 
     @property
@@ -208,11 +209,16 @@ def _medusa(source: HeadSource) -> Head:
 
 def _mtp(source: HeadSource) -> Head:
     files, prefixes = source.files, source.files.own_layers()
-    config, family = text_part(files.config), of_type(files.config, FAMILIES)
+    family = of_type(files.config, FAMILIES)
     if family is None or not prefixes:
         raise HeadError(refusal(files))
-    head = MTPHead(family, config, source.ends, num_layers=len(prefixes))
-    for depth, prefix in enumerate(prefixes):
+    return MTPHead(family, text_part(files.config), source.ends, num_layers=len(prefixes))
+
+
+def _mtp_weights(head: MTPHead, source: HeadSource) -> Tensors:
+    """Weights of a model's prediction layers, which its files hold among others."""
+    files, family, weights = source.files, head.family, dict(source.tensors)
+    for depth, (layer, prefix) in enumerate(zip(head.levels, files.own_layers(), strict=True)):
         own, shared = (
             tuple(prefix + start for start in starts) for starts in (family.ours(), SHARED_ENDS)
         )
@@ -228,10 +234,10 @@ def _mtp(source: HeadSource) -> Head:
             is_original = not (converted or files.is_apart or "quantization" in files.config)
             may_be = family.norms_less_one and not is_alone
             add_one = may_be and (is_original or less_one(tensors))
-        weights = mtp_weights(head.levels[depth], tensors, prefix, add_one=add_one)
         ours = f"further.{depth - 1}." if depth else ""
-        source.tensors.update({ours + name: x for name, x in weights.items()})
-    return head
+        made = mtp_weights(layer, tensors, prefix, add_one=add_one)
+        weights |= {ours + name: x for name, x in made.items()}
+    return weights
 
 
 def refusal(files: HeadFiles, kind: str | None = None) -> str:
@@ -289,7 +295,7 @@ FORMATS: dict[str, Format] = {
     "pard": Format("PARD", r"\bpard_token=", load=_pard),
     "hydra": Format("Hydra heads, which see each other", r"\bhydra_num_heads="),
     "medusa": Format("Medusa", r"(?m)medusa|^\d+\.\d+\.linear\.weight$", _medusa, _MEDUSA),
-    "mtp": Format("multi-token prediction", "_mtp ", _mtp),
+    "mtp": Format("multi-token prediction", "_mtp ", _mtp, weights=_mtp_weights),
     # told by its tensors alone
     "eagle": Format("EAGLE", r"(?ms)^fc\.weight$.*^(layers\.0|midlayer)\.", _eagle, _EAGLE),
 }
@@ -392,12 +398,12 @@ def _load(form: Format, files: HeadFiles, ends: Anatomy, variant: Variant) -> He
     # how far ids stand apart
     if (apart := tensors.get("d2t")) is not None:
         ids = apart + mx.arange(apart.shape[0])
-        head.vocabulary = DraftVocabulary(ids, ends)
+        head.own(tokens=ids)
     for layer in head.features.layers:
         files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
-    if source.variant.pre_norm is not None and not isinstance(head, LayersHead):
-        head.pre_norm = source.variant.pre_norm
-    _set_weights(head, tensors, ends.dtype)
+    if variant.pre_norm is not None and not isinstance(head, LayersHead):
+        head.read_state(before_norm=variant.pre_norm)
+    _set_weights(head, form.weights(head, source), ends.dtype)
     return head
 
 

@@ -24,7 +24,7 @@ from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
 from specdec_mlx.drafters.writing import DraftSource, Parents
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.trees.passes import next_level, pass_over, patch_ropes, takes_trees, view_of
+from specdec_mlx.trees.tree_pass import next_level, pass_over, patch_ropes, takes_trees, view_of
 
 
 class Unread:
@@ -92,7 +92,7 @@ class HeadReader(DraftSource):
 
 
 class Level:
-    """One layer in a generation; its caches hold num_read positions and the latest draft.
+    """One layer in a generation; its caches hold what was taken of `unread`, and the latest draft.
 
     unread: the states that it reads.
     """
@@ -101,7 +101,6 @@ class Level:
         self.layer = layer
         self.unread = Unread()
         self.rollback = Rollback(layer.make_cache())
-        self.num_read = 0
 
     def step(self, states: mx.array, tokens: mx.array) -> Any:
         """States [n, D] of n further positions, from states [n, D] and tokens [n]."""
@@ -179,7 +178,7 @@ class RecurrentSource(HeadReader):
         if len(self.tokens) == self.num_prompt or self.num_unread < 1:
             return None
         self.read_pairs(but=1)
-        if not self.first.num_read:
+        if not self.waiting.start:
             return None
         self.reads_alone = False
         return self.first.rollback
@@ -187,7 +186,7 @@ class RecurrentSource(HeadReader):
     @property
     def num_held(self) -> int:
         """Pairs in its row that count."""
-        return self.first.num_read
+        return self.waiting.start
 
     @property
     def num_unread(self) -> int:
@@ -201,7 +200,6 @@ class RecurrentSource(HeadReader):
 
     def count_read(self, count: int) -> None:
         """Drop so many pairs, which its row has read."""
-        self.first.num_read += count
         self.waiting.take(count)
 
     def read(self) -> list[Any]:
@@ -213,15 +211,14 @@ class RecurrentSource(HeadReader):
     def read_pairs(self, but: int = 0) -> None:
         """Drop drafts and read the complete pairs, in the first layer all but so many."""
         for depth, level in enumerate(self.levels):
-            level.rollback.rewind_to(level.num_read)
             unread = level.unread
+            level.rollback.rewind_to(unread.start)
             known = len(self.tokens) - 1 - depth - unread.start
             number = min(unread.num_rows, known) - (but if depth == 0 else 0)
             while number > 0:
                 count = min(number, self.context.prefill_step_size)
                 first = unread.start + 1 + depth
                 made = level.step(unread.take(count), to_ids(self.tokens[first : first + count]))
-                level.num_read += count
                 number -= count
                 if depth == 0:
                     self.state = None if but else made[-1:]

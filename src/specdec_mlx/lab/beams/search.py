@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,7 +20,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
-from specdec_mlx.caches import Rollback
+from specdec_mlx.caches import Rollback, wait_for
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
@@ -32,14 +32,14 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto, DraftLength, Fixed, make_draft_length
 from specdec_mlx.drafters.model import ModelReader
 from specdec_mlx.drafters.writing import WritingSession
+from specdec_mlx.duck_typed import begin_session
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.lab.papers.tree_drafts import texts_of
+from specdec_mlx.lab.papers.vertical_cascade import GuessedSource
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.models.anatomy import top_tokens
 from specdec_mlx.models.loading import PerModel
-from specdec_mlx.sequence import PromptReader
-from specdec_mlx.strangers import begin_session
 from specdec_mlx.target import check_draft
 from specdec_mlx.token_ids import read_all, to_ids
 
@@ -90,23 +90,21 @@ def next_beams(
 
 @dataclass
 class BeamDrafting:
-    """A session of the drafter for each beam."""
+    """A session of the drafter for each beam, by the generated tokens that it has observed."""
 
     drafter: Drafter
     prompt: Sequence[int]
     context: DraftContext
     stream: Any
-    _sessions: dict[Tokens, Session] = field(default_factory=dict)
-    """By the generated tokens that a session has observed."""
+    sessions: dict[Tokens, Session] = field(default_factory=dict)
 
-    def follow(self, beams: Sequence[Beam]) -> None:
-        """Bring the sessions to these beams; those of other beams are dropped.
+    def follow(self, texts: Sequence[Tokens]) -> None:
+        """Bring the sessions to the generated tokens of these beams, and drop all other sessions.
 
-        The last beam that goes on from another takes its session over, the others a copy or a new
-        one.
+        Of several beams that go on from one session, the last takes it over. The others get a copy
+        or a new session.
         """
-        before, self._sessions = self._sessions, {}
-        texts = [beam.tokens for beam in beams]
+        before, self.sessions = self.sessions, {}
         begun = [[known for known in before if text[: len(known)] == known] for text in texts]
         sources = [max(known, key=len, default=()) for known in begun]
         for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
@@ -117,15 +115,14 @@ class BeamDrafting:
                 session = begin_session(self.drafter, [*self.prompt, *text], self.context)
             elif len(text) > len(source):
                 session.observe(text[len(source) :])
-            self._sessions[text] = session
+            self.sessions[text] = session
 
-    def guesses(self, beam: Beam, limit: int) -> list[Tokens]:
-        """How a beam may go on, up to `limit` tokens: one way for a chain, several for a tree."""
+    def continued(self, text: Tokens, limit: int) -> list[Tokens]:
+        """A beam with up to `limit` more tokens: one way for a chain, several for a tree."""
         with mx.stream(self.stream):
-            session = self._sessions[beam.tokens]
-            draft = proposing(session, "")(limit)
+            draft = proposing(self.sessions[text], "")(limit)
         check_draft(draft, self.context.vocab_size or 0)
-        return paths_of(draft, limit)
+        return [(*text, *path) for path in paths_of(draft, limit) or [()]]
 
 
 def copy_of(session: Session | None) -> Session | None:
@@ -134,6 +131,8 @@ def copy_of(session: Session | None) -> Session | None:
     Caches that cannot be trimmed are not copied: the copy reads the text again.
     """
     if not isinstance(session, WritingSession) or not isinstance(session.source, ModelReader):
+        return None
+    if isinstance(session.source, GuessedSource):  # whose guesser is not copied
         return None
     other, source = copy.copy(session), copy.copy(session.source)
     other.source, read = source, source.rollback
@@ -168,16 +167,9 @@ def guess_length_for(
     return learned[num_beams]
 
 
-class Guess(NamedTuple):
-    """One row of a pass: a beam, and how it may go on."""
-
-    beam: Tokens
-    tokens: Tokens
-
-
 @dataclass
 class BeamRows:
-    """The target, with a row for each guess; num_top continuations of each position."""
+    """The target, with a row for each text; `num_top` continuations of each position."""
 
     model: nn.Module
     prompt: Sequence[int]
@@ -185,51 +177,50 @@ class BeamRows:
     prefill_step_size: int = 2048
     stream: Any = generation_stream
     caches: BatchCaches = field(init=False)
-    _row_of: dict[Tokens, int] = field(default_factory=lambda: {(): 0})
-    """The row that holds the prompt and these tokens but for the last of them."""
+    row_of: dict[Tokens, int] = field(default_factory=lambda: {(): 0})
+    """The row that holds the prompt and these generated tokens but for the last of them."""
 
     def __post_init__(self) -> None:
         """Read the prompt but for its last token; RowsError where rows cannot be held."""
         with mx.stream(self.stream):
-            alone = make_prompt_cache(self.model)
-            rows = BatchCaches.like(alone) if can_hold_rows(self.model) else None
+            caches = Rollback(make_prompt_cache(self.model))
+            rows = BatchCaches.like(caches.caches) if can_hold_rows(self.model) else None
             if rows is None:
                 raise RowsError(
                     "Beams are rows of one batch, and this model's texts cannot be. Generate "
                     "one text, or use a model that specdec_mlx.batch_generate writes together."
                 )
-            caches = Rollback(alone)
-
-            def feed(size: int) -> None:
-                caches.forward(self.model, to_ids(self.prompt[caches.position :][:size]))
-
-            step_size, stream = self.prefill_step_size, self.stream
-            reader = PromptReader(self.prompt, caches, feed, step_size, stream=stream)
-            reader.read_all()
-            rows.add(alone, len(self.prompt) - 1)
+            end = len(self.prompt) - 1
+            for start in range(0, end, self.prefill_step_size):
+                part = self.prompt[start : min(end, start + self.prefill_step_size)]
+                caches.forward(self.model, to_ids(part))
+                wait_for(caches.caches)
+            rows.add(caches.caches, end)
         self.caches = rows
 
-    def verify(self, guesses: Sequence[Guess]) -> dict[Tokens, Continuations]:
-        """One pass: the likeliest continuations of each beam, and of it with each guessed token."""
+    def verify(self, texts: Sequence[Tokens], num_known: int) -> dict[Tokens, Continuations]:
+        """One pass over texts, each a beam of `num_known` tokens and a guess of how it goes on.
+
+        Returns the likeliest continuations of each beam, and of it with each guessed token.
+        """
         with mx.stream(self.stream):
-            self.caches.keep([self._row_of[guess.beam] for guess in guesses])
-            texts = [[*self.prompt, *guess.beam, *guess.tokens] for guess in guesses]
-            fed = [text[end:] for text, end in zip(texts, self.caches.lengths, strict=True)]
+            self.caches.keep([self.row_of[text[:num_known]] for text in texts])
+            lengths = zip(texts, self.caches.lengths, strict=True)
+            fed = [[*self.prompt, *text][length:] for text, length in lengths]
             logits = self.caches.feed(self.model, fed)
             places: dict[Tokens, tuple[int, int]] = {}
-            for row, (guess, tokens) in enumerate(zip(guesses, fed, strict=True)):
-                first = len(tokens) - len(guess.tokens) - 1
-                for n in range(len(guess.tokens) + 1):
-                    places.setdefault((*guess.beam, *guess.tokens[:n]), (row, first + n))
-            self._row_of = {path: row for path, (row, _) in places.items()}
+            for row, (text, tokens) in enumerate(zip(texts, fed, strict=True)):
+                for n in range(num_known, len(text) + 1):
+                    places.setdefault(text[:n], (row, len(tokens) - 1 - len(text) + n))
+            self.row_of = {text: row for text, (row, _) in places.items()}
             rows, columns = (mx.array(indices) for indices in zip(*places.values(), strict=True))
             tops = likeliest(logits[rows, columns], self.num_top)
         return dict(zip(places, tops, strict=True))
 
-    def keep(self, beams: Sequence[Beam]) -> None:
-        """Take back all that is not part of these beams; their last tokens were never fed."""
-        self._row_of = {beam.tokens: self._row_of[beam.tokens[:-1]] for beam in beams}
-        end = len(self.prompt) + len(beams[0].tokens) - 1
+    def keep(self, texts: Sequence[Tokens]) -> None:
+        """Take back all that is not part of these texts; their last tokens were never fed."""
+        self.row_of = {text: self.row_of[text[:-1]] for text in texts}
+        end = len(self.prompt) + len(texts[0]) - 1
         with mx.stream(self.stream):
             self.caches.go_back([min(end, reached) for reached in self.caches.lengths])
 
@@ -272,53 +263,40 @@ class BeamSearch:
 
     def run(self) -> list[Beam]:
         """The beams, the likeliest first, when all are finished or as long as they may be."""
-        while (beams := self._open()) and self.num_steps < self.max_tokens:
-            guesses = self._guesses(beams)
-            num_steps = self._advance(self.rows.verify(guesses))
+        while (texts := self._open()) and self.num_steps < self.max_tokens:
+            num_known = self.num_steps
+            guesses = self._guesses(texts)
+            known = self.rows.verify(guesses, num_known)
             self.num_passes += 1
-            self._record(guesses, num_steps)
+            while self._open() and self.num_steps < self.max_tokens:
+                beams = next_beams(self.beams, known, self.num_beams, self.stop_tokens)
+                if beams is None:
+                    break
+                self.beams = beams
+                self.num_steps += 1
+            self._record(guesses, num_known)
             if left := self._open():
                 self.rows.keep(left)
         return self.beams
 
-    def _open(self) -> list[Beam]:
-        return [beam for beam in self.beams if not beam.is_finished]
+    def _open(self) -> list[Tokens]:
+        """Generated tokens of the beams that go on, as many in each as there were steps."""
+        return [beam.tokens for beam in self.beams if not beam.is_finished]
 
-    def _guesses(self, beams: Sequence[Beam]) -> list[Guess]:
-        """The rows of the next pass: what is guessed of each open beam, or nothing."""
-        limit = 0
-        if self.drafting is not None:
-            limit = min(self.length.limit("", False), self.max_tokens - self.num_steps - 1)
-        if self.drafting is None or limit == 0:
-            return [Guess(beam.tokens, ()) for beam in beams]
-        self.drafting.follow(beams)
-        guesses: list[Guess] = []
-        for beam in beams:
-            paths = [self._to_stop(path) for path in self.drafting.guesses(beam, limit)]
-            guesses += [Guess(beam.tokens, path) for path in dict.fromkeys(paths or [()])]
-        return guesses
+    def _guesses(self, texts: list[Tokens]) -> list[Tokens]:
+        """The rows of the next pass: each beam in all the ways it may go on, or as it is."""
+        left = self.max_tokens - self.num_steps - 1
+        if self.drafting is None or (limit := min(self.length.limit("", False), left)) == 0:
+            return texts
+        self.drafting.follow(texts)
+        ways = (way for text in texts for way in self.drafting.continued(text, limit))
+        return list(dict.fromkeys(ways))
 
-    def _to_stop(self, path: Tokens) -> Tokens:
-        """A guess as far as a beam could go on after it."""
-        ends = (i for i, token in enumerate(path) if token in self.stop_tokens)
-        return path[: next(ends, len(path))]
-
-    def _advance(self, known: dict[Tokens, Continuations]) -> int:
-        """Go on as far as the pass says how; the number of steps, at least one."""
-        before = self.num_steps
-        while self.num_steps < self.max_tokens and self._open():
-            beams = next_beams(self.beams, known, self.num_beams, self.stop_tokens)
-            if beams is None:
-                break
-            self.beams = beams
-            self.num_steps += 1
-        return self.num_steps - before
-
-    def _record(self, guesses: Sequence[Guess], num_steps: int) -> None:
+    def _record(self, guesses: Sequence[Tokens], num_known: int) -> None:
         """Tell the draft length of a pass; seconds count where it had as many rows as before."""
-        now, drafted = perf_counter(), max(len(guess.tokens) for guess in guesses)
-        right, steady = min(num_steps - 1, drafted), self._num_rows == len(guesses)
-        seconds = now - self._read_at
+        now, drafted = perf_counter(), max(map(len, guesses)) - num_known
+        num_steps, steady = self.num_steps - num_known, self._num_rows == len(guesses)
+        right, seconds = min(num_steps - 1, drafted), now - self._read_at
         self.length.record(
             RoundRecord(drafted, right, num_steps, 1 + drafted, seconds=seconds, steady=steady)
         )

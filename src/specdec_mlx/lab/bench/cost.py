@@ -16,7 +16,7 @@ from msgspec import Struct
 from specdec_mlx.caches import Rollback, wait_for
 from specdec_mlx.contracts import Draft
 from specdec_mlx.draft_length.costs import CURVES, Curve
-from specdec_mlx.lab.counterfactual import median_of
+from specdec_mlx.lab.estimates import median_of
 from specdec_mlx.options import Options
 from specdec_mlx.target import Verifier
 

@@ -185,11 +185,14 @@ def _differing(found: Difference) -> str:
     return f"- {whose}: {where}, {'excused' if found.excused else 'NOT excused'}"
 
 
-def results_table(results: Sequence[Result], columns: Columns) -> Table:
-    """A row for each result: whose it is, and columns; those without any value are left out."""
+def results_table(results: Sequence[Result], columns: Columns, category: str = "category") -> Table:
+    """A row for each result: whose it is, and columns; those without any value are left out.
+
+    category: the heading above the categories.
+    """
     rules = {r.rule for r in results if r.rule}
     whose: Columns = {
-        "category": lambda r: r.category,
+        category: lambda r: r.category,
         "drafter": lambda r: r.drafter,
         "K": lambda r: r.draft_length or "-",
         "rule": lambda r: (len(rules) > 1 and r.rule) or "-",

@@ -33,11 +33,12 @@ from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto, DraftLength, Model, make_draft_length
+from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve
 from specdec_mlx.lab.bench.record import Record, read_sessions
 from specdec_mlx.lab.bench.summary import Result, summarise
-from specdec_mlx.lab.bench.timing import PLAIN, Sample, Settings
+from specdec_mlx.lab.bench.timing import Sample, Settings
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import Generation, Round, RoundClock
@@ -47,10 +48,9 @@ from specdec_mlx.progress import progress_bar
 from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.strangers import as_drafter
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.trees.rules import walk
 from specdec_mlx.trees.shape import depths_of
+from specdec_mlx.trees.tree_rules import walk
 
 
 @dataclass
@@ -231,9 +231,9 @@ def modelled(
     accepted: int,
     drafting_rounds: int = 0,
 ) -> Sample:
-    """The record of a modelled run, by the name of plain decoding."""
+    """The record of a modelled run, which has no drafter's name yet."""
     return Sample(
-        PLAIN,
+        "",
         id=text.id,
         category=text.category,
         session=text.session,
@@ -322,14 +322,12 @@ def modelled_results(
 
     A curve of measured costs has the measured ratio beside the modelled one.
     """
-    plain = [replace(sample, decode_seconds=sample.plain_seconds) for sample in samples]
     own = [replace(sample, drafter=drafter, draft_length=length) for sample in samples]
     results = []
-    for result in summarise([*plain, *own], [], greedy=False):
-        if result.drafter != PLAIN:
-            is_live = cost.name == MEASURED and not result.session
-            live = record.live_ratio(drafter, length, result.category) if is_live else None
-            results.append(replace(result, cost=cost.name, live_ratio=live))
+    for result in summarise(own, [], greedy=False):
+        is_live = cost.name == MEASURED and not result.session
+        live = record.live_ratio(drafter, length, result.category) if is_live else None
+        results.append(replace(result, cost=cost.name, live_ratio=live))
     return results
 
 

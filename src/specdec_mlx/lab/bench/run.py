@@ -13,7 +13,7 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.cost import CostMeter
 from specdec_mlx.lab.bench.record import Record, describe_dtype, describe_machine
-from specdec_mlx.lab.bench.summary import find_differences, reference_texts, summarise
+from specdec_mlx.lab.bench.summary import find_differences, summarise
 from specdec_mlx.lab.bench.timing import (
     PLAIN,
     Contender,
@@ -47,7 +47,7 @@ def run_bench(
     samples = list(progress_bar(steps, "bench", total, unit="text", disable=not progress))
     is_greedy = settings.temp == 0
     differences = find_differences(model, tasks, samples) if is_greedy else []
-    texts = reference_texts(samples)
+    texts = {s.id: s.tokens for s in samples if s.drafter == PLAIN and s.repeat == 0}
     return Record(
         command="",
         machine=machine,

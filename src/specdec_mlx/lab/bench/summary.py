@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from functools import cache
+from itertools import zip_longest
 from math import nan
 from statistics import mean, median
 from typing import Any
@@ -14,10 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
+from msgspec.structs import replace
 
 from specdec_mlx.files import Count
 from specdec_mlx.lab.bench.timing import PLAIN, Amount, Sample, Way
-from specdec_mlx.lab.counterfactual import ratio_of
+from specdec_mlx.lab.estimates import ratio_of
 from specdec_mlx.lab.probing import near_tie, probe
 from specdec_mlx.lab.prompts import RecordedText
 
@@ -82,52 +83,37 @@ class Result(Way, frozen=True, kw_only=True):
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
-    """Tokens by plain decoding per task id, those of the first repeat."""
-    return {s.id: s.tokens for s in samples if s.drafter == PLAIN and s.repeat == 0}
-
-
 def find_differences(
     model: nn.Module, tasks: Sequence[RecordedText], samples: Sequence[Sample]
 ) -> list[Difference]:
-    """All samples whose text is not the reference, plain decoding's own repeats included."""
+    """Compare each sample's text with plain decoding's in the same repeat."""
     prompts = {task.id: task.prompt for task in tasks}
-    references = reference_texts(samples)
+    plain = {(s.id, s.repeat): s.tokens for s in samples if s.drafter == PLAIN}
     gap_in = cache(lambda text, position: top_two_gap(model, prompts[text], position))
     tie = cache(lambda: near_tie(probe(model, past_window=False).differences))
     differences = []
     for s in samples:
-        position = first_difference(s.tokens, references[s.id])
+        position = first_difference(s.tokens, plain[s.id, s.repeat])
         if position is not None:
             gap = gap_in(s.id, position)
-            differences.append(
-                Difference(
-                    *s.key,
-                    id=s.id,
-                    category=s.category,
-                    repeat=s.repeat,
-                    position=position,
-                    top_two_gap=gap,
-                    excused=gap <= tie(),
-                )
-            )
+            where: Any = {"id": s.id, "category": s.category, "repeat": s.repeat}
+            where |= {"position": position, "top_two_gap": gap, "excused": gap <= tie()}
+            differences.append(Difference(*s.key, **where))
     return differences
 
 
 def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Index of the first difference; where one is the other's beginning, its length; else None."""
-    pairs = enumerate(zip(tokens, reference, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))
-    return None if position == len(tokens) == len(reference) else position
+    """Index of the first difference; the shorter length where it begins the longer; or None."""
+    pairs = enumerate(zip_longest(tokens, reference))
+    return next((i for i, (a, b) in pairs if a != b), None)
 
 
 def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
     """Difference of the two greatest logits at generated token `position`, decoded plainly."""
     with closing(generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)) as steps:
-        ((_, logprobs),) = deque(steps, maxlen=1)
-    second, best = mx.sort(logprobs.astype(mx.float32))[-2:]
-    gap: float = (best - second).item()  # type: ignore[assignment]
-    return gap
+        *_, (_, logprobs) = steps
+    top: Any = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
+    return float(top[1] - top[0])
 
 
 def summarise(
@@ -135,91 +121,79 @@ def summarise(
 ) -> list[Result]:
     """A result per contender and category, "all" after them, and one per session if there are any.
 
+    Without samples of plain decoding the modelled seconds of plain decoding are the baseline.
     greedy: True if texts were compared.
     """
     groups = dict.fromkeys((s.category, "") for s in samples) | {(ALL, ""): None}
     groups |= dict.fromkeys((s.category, s.session) for s in samples if s.session)
-    results = []
+    keys, results = dict.fromkeys(s.key for s in samples), []
     for category, session in groups:
         chosen = [
             s for s in samples if category in (s.category, ALL) and session in (s.session, "")
         ]
-        baseline = _times([s for s in chosen if s.drafter == PLAIN])
-        for key in dict.fromkeys(s.key for s in samples):
+        plain = [s for s in chosen if s.drafter == PLAIN]
+        for key in keys:
             own = [s for s in chosen if s.key == key]
-            parted = [d for d in differences if d.key == key] if greedy else None
-            results.append(_result(category, session, own, baseline, parted))
+            modelled = [replace(s, decode_seconds=s.plain_seconds) for s in own]
+            passes, ids = sum(s.passes for s in own), {s.id for s in own}
+            identity: dict[str, Any] = {"identical": None, "excused": None}
+            if greedy:
+                parted = [d for d in differences if d.key == key and d.id in ids]
+                different = {d.id for d in parted}
+                excused = different - {d.id for d in parted if not d.excused}
+                identity = {"identical": len(ids - different), "excused": len(excused)}
+            results.append(
+                Result(
+                    *key,
+                    category=category,
+                    session=session,
+                    texts=len(ids),
+                    tokens=sum(s.num_tokens for s in own if s.repeat == 0),
+                    tokens_per_pass=sum(s.num_tokens for s in own) / passes,
+                    target_passes=passes,
+                    drafted=sum(s.drafted for s in own),
+                    accepted=sum(s.accepted for s in own),
+                    drafting_share=sum(s.drafting_rounds for s in own) / passes,
+                    peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
+                    first_token_seconds=median(s.first_seconds for s in own),
+                    **identity | _speeds(_times(own), _times(plain or modelled)),
+                )
+            )
     return results
 
 
-def _result(
-    category: str,
-    session: str,
-    own: list[Sample],
-    baseline: dict[str, np.ndarray],
-    parted: list[Difference] | None,
-) -> Result:
-    """One contender's samples of a group; parted: None where texts were not compared."""
-    passes = sum(s.passes for s in own)
-    identical = excused = None
-    ids = {s.id for s in own}
-    if parted is not None:
-        different = ids & {d.id for d in parted}
-        identical = len(ids - different)
-        excused = len(different - {d.id for d in parted if not d.excused})
-    return Result(
-        *own[0].key,
-        category=category,
-        session=session,
-        texts=len(ids),
-        tokens=sum(s.num_tokens for s in own if s.repeat == 0),
-        **_speeds(_times(own), baseline),
-        tokens_per_pass=sum(s.num_tokens for s in own) / passes,
-        target_passes=passes,
-        drafted=sum(s.drafted for s in own),
-        accepted=sum(s.accepted for s in own),
-        drafting_share=sum(s.drafting_rounds for s in own) / passes,
-        peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
-        first_token_seconds=median(s.first_seconds for s in own),
-        identical=identical,
-        excused=excused,
-    )
-
-
-def _times(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """[4] of each text: mean tokens; median seconds for decoding them, in all, and to the first.
+def _times(samples: list[Sample]) -> dict[str, list[float]]:
+    """Of each text: mean tokens; median seconds for decoding them, in all, and to the first.
 
     Decoding seconds are NaN where a text is no longer than its first round.
     """
     times = {}
     for name in dict.fromkeys(s.id for s in samples):
-        text = [s for s in samples if s.id == name]
-        tokens = mean(s.num_tokens for s in text)
-        paces = [s.seconds_per_token for s in text if s.seconds_per_token]
-        in_all = median(s.seconds for s in text)
-        first = median(s.first_seconds for s in text)
-        times[name] = np.array([tokens, tokens * median(paces or [nan]), in_all, first])
+        runs = [s for s in samples if s.id == name]
+        tokens = mean(s.num_tokens for s in runs)
+        pace = median([s.seconds_per_token for s in runs if s.seconds_per_token] or [nan])
+        in_all, first = (median(s.seconds for s in runs), median(s.first_seconds for s in runs))
+        times[name] = [tokens, tokens * pace, in_all, first]
     return times
 
 
-def _speeds(own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]) -> dict[str, Any]:
+def _speeds(own: dict[str, list[float]], baseline: dict[str, list[float]]) -> dict[str, Any]:
     """The fields of a result that are speeds, of texts that both sides have times for."""
-    speeds: dict[str, Any] = {}
-    first, plain_first = (sum(times[-1] for times in side.values()) for side in (own, baseline))
-    if plain_first:  # which takes no time where it is modelled
-        speeds["first_token_ratio"] = float(first / plain_first)
-    both = [(times, baseline[name]) for name, times in own.items() if name in baseline]
-    timed = [pair for pair in both if not np.isnan(pair).any()]
-    if timed:
-        ours, plain = np.array(timed).swapaxes(0, 1)
-        tokens, seconds = ours[:, :2].sum(axis=0)
-        ratio, low, high = ratio_of(ours[:, :2], plain[:, :2])
-        speeds |= {
-            "total_tokens_per_second": float(tokens / seconds),
-            "ratio": ratio,
-            "ratio_low": low,
-            "ratio_high": high,
-        }
-        if plain_first:
+    speeds: dict[str, float] = {}
+    names = [name for name in own if name in baseline]
+    if not names:
+        return speeds
+    ours, plain = (np.array([side[name] for name in names]) for side in (own, baseline))
+    is_live = plain[:, 3].sum() > 0  # a modelled text takes no time to its first token
+    if is_live:
+        speeds["first_token_ratio"] = ours[:, 3].sum() / plain[:, 3].sum()
+    is_timed = ~np.isnan(ours + plain).any(axis=1)
+    ours, plain = ours[is_timed], plain[is_timed]
+    if len(ours):
+        tokens, seconds, *_ = ours.sum(axis=0)
+        ratio = ratio_of(ours[:, :2], plain[:, :2])
+        speeds |= {"total_tokens_per_second": tokens / seconds, "ratio": ratio.mean}
+        speeds |= {"ratio_low": ratio.low, "ratio_high": ratio.high}
+        if is_live:
             speeds["end_to_end_ratio"] = ratio_of(ours[:, :3:2], plain[:, :3:2]).mean
-    return speeds
+    return {name: float(speed) for name, speed in speeds.items()}

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice, product
 from typing import Annotated, Any, NamedTuple
 
@@ -119,27 +118,32 @@ def ours(
     temp: float = 0.0,
     tokenizer: Any = None,
     rule: str = "auto",
-    tuning: Tuning | None = None,
+    tuning_for_text: Callable[[], Tuning] | None = None,
     is_seeded: bool = False,
 ) -> Contender:
     """Our loop with a drafter, or with none, by the name that tables give it.
 
-    tuning: what an automatic length learns; None for a new one for each repeat, since a text seen
-    before is no fair test. is_seeded: measure rule "auto" as it is for a caller who gives a seed.
+    tuning_for_text: returns what an automatic length begins a text with, and learns; None for a new
+    one for each repeat, since a text seen before is no fair test. is_seeded: measure rule "auto" as
+    it is for a caller who gives a seed.
     """
     how = make_rule(rule, is_seeded=is_seeded)
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+        if tuning_for_text is None and seed not in tunings:
+            tunings[seed] = Tuning.for_model(model)
         tokens = speculate(
-            *(model, prompt, drafter),
+            model,
+            prompt,
+            drafter,
             max_tokens=max_tokens,
             sampler=Sampling(temp),
             seed=seed,
             rule=how,
             num_draft_tokens=length,
-            tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
+            tuning=tuning_for_text() if tuning_for_text else tunings[seed],
             tokenizer=tokenizer,
         )
         with closing(tokens):
@@ -264,106 +268,91 @@ def run_interleaved(
     for task in tasks:
         between_tasks()
         for repeat in range(settings.repeats):
-            runs = [Run(contender, task, settings, repeat) for contender in contenders]
-            take_turns(runs, seed=repeat)
-            yield from (run.sample() for run in runs)
+            runs = [turns_of(contender, task, settings, repeat) for contender in contenders]
+            yield from take_turns(runs, seed=repeat)
 
 
 def take_turns(
-    runs: Sequence[Run], seed: int = 0, may_go_on: Callable[[], bool] = lambda: True
-) -> None:
-    """Bring all runs to their end, a few tokens each in turns, in an order that is drawn anew.
+    runs: Sequence[Generator[Sample, None, None]],
+    seed: int = 0,
+    may_go_on: Callable[[], bool] = lambda: True,
+) -> list[Sample]:
+    """Bring all runs to their end, a turn each, in an order that is drawn anew.
 
     On several ranks a turn is a whole text. may_go_on: asked before each round of turns; at a no
     all end as far as they are.
     """
-    draws = random.Random(seed)
-    on_ranks = mx.distributed.init().size() > 1
-    while any(not run.is_over for run in runs) and may_go_on():
-        for run in draws.sample(runs, len(runs)):
-            run.go_on(TURN_TOKENS)
-            while on_ranks and not run.is_over:
-                run.go_on(TURN_TOKENS)
+    draws, samples, under_way = random.Random(seed), dict[int, Sample](), {*range(len(runs))}
+    num_turns = 1 if mx.distributed.init().size() == 1 else None
+    while under_way and may_go_on():
+        for i in draws.sample(sorted(under_way), len(under_way)):
+            if turns := list(islice(runs[i], num_turns)):
+                samples[i] = turns[-1]
+            else:
+                under_way.remove(i)
     for run in runs:
-        run.stop()
+        run.close()
+    return [samples[i] for i in range(len(runs))]
 
 
 def time_generation(
     contender: Contender, task: RecordedText, settings: Settings, repeat: int
 ) -> Sample:
     """Generate one text to its end, or to max_tokens; `repeat` decides the seed."""
-    run = Run(contender, task, settings, repeat)
-    while not run.is_over:
-        run.go_on(settings.max_tokens)
-    return run.sample()
+    *_, sample = turns_of(contender, task, settings, repeat, settings.max_tokens)
+    return sample
 
 
-@dataclass
-class Run:
-    """One generation under way; the clock runs in its turns, until the device is idle."""
+def turns_of(
+    contender: Contender,
+    task: RecordedText,
+    settings: Settings,
+    repeat: int,
+    num_tokens: int = TURN_TOKENS,
+) -> Generator[Sample, None, None]:
+    """Generate a text in turns of `num_tokens`, the first of one; yield the sample so far.
 
-    contender: Contender
-    task: RecordedText
-    settings: Settings
-    repeat: int
-    is_over: bool = False
-
-    def __post_init__(self) -> None:
-        how, seed = self.settings, (self.settings.seed or 0) + self.repeat
-        self._stream = self.contender.start(self.task.prompt, how.max_tokens, seed)
-        self._emitted: list[Emitted] = []
-        self._began = self._first_seconds = self._decode_seconds = 0.0
-        self._peak_bytes = 0
-
-    def go_on(self, num_tokens: int) -> None:
-        """Take a turn of so many tokens; the first turn ends with the first token."""
-        if self.is_over:
-            return
-        is_first, ends = not self._emitted, self.settings.end_tokens
-        left = self.settings.max_tokens - len(self._emitted)
-        mx.reset_peak_memory()
-        began = time.perf_counter()
-        for item in islice(self._stream, 1 if is_first else min(num_tokens, left)):
-            self._emitted.append(item)
-            if item.token in ends:
-                break
-        emitted_at = time.perf_counter()
-        mx.synchronize(generation_stream)
-        if is_first:
-            self._began, self._first_seconds = began, emitted_at - began
-            began = emitted_at  # the pass under way is for the tokens after
-        self._decode_seconds += time.perf_counter() - began
-        self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
-        if self._emitted[-1].token in ends or len(self._emitted) >= self.settings.max_tokens:
-            self.stop()
-
-    def stop(self) -> None:
-        """End it as far as it is; nothing to do where it is over."""
-        self.is_over = True
-        self._stream.close()
-
-    def sample(self) -> Sample:
-        """The generation's tokens, counts and times."""
-        emitted = self._emitted
-        last = emitted[-1] if emitted else Emitted(0, passes=0)
-        first_seconds, decode_seconds = self._first_seconds, self._decode_seconds
-        times = [item.at for item in emitted if item.at is not None]
-        if times:  # a loop that does not stream has run in its first turn
-            first_seconds, decode_seconds = times[0] - self._began, times[-1] - times[0]
-        own = (i for i, item in enumerate(emitted, 1) if not item.from_draft)
-        return Sample(
-            *self.contender.key,
-            id=self.task.id,
-            category=self.task.category,
-            repeat=self.repeat,
-            num_tokens=len(emitted),
-            tokens=[item.token for item in emitted],
-            first_round=next(own, len(emitted)),
-            first_seconds=first_seconds,
-            decode_seconds=decode_seconds,
-            passes=len(emitted) if last.passes is None else last.passes,
-            drafted=last.drafted,
-            accepted=sum(item.from_draft for item in emitted),
-            drafting_rounds=last.drafting,
-            peak_bytes=self._peak_bytes,
-        )
+    The clock runs in the turns, until the device is idle.
+    """
+    emitted, ends, seed = list[Emitted](), settings.end_tokens, (settings.seed or 0) + repeat
+    start = first_seconds = decode_seconds = 0.0
+    peak_bytes, size = 0, 1
+    with closing(contender.start(task.prompt, settings.max_tokens, seed)) as stream:
+        while size > 0:
+            is_first = not emitted
+            mx.reset_peak_memory()
+            began = time.perf_counter()
+            for item in islice(stream, size):
+                emitted.append(item)
+                if item.token in ends:
+                    break
+            emitted_at = time.perf_counter()
+            mx.synchronize(generation_stream)
+            if is_first:
+                start, first_seconds = began, emitted_at - began
+                began = emitted_at  # the pass under way is for the tokens after
+            decode_seconds += time.perf_counter() - began
+            peak_bytes = max(peak_bytes, mx.get_peak_memory())
+            first, last = emitted[0], emitted[-1]
+            if first.at is not None and last.at is not None:
+                # a loop that does not stream has run in its first turn
+                first_seconds, decode_seconds = first.at - start, last.at - first.at
+            own = (i for i, item in enumerate(emitted, 1) if not item.from_draft)
+            yield Sample(
+                *contender.key,
+                id=task.id,
+                category=task.category,
+                repeat=repeat,
+                num_tokens=len(emitted),
+                tokens=[item.token for item in emitted],
+                first_round=next(own, len(emitted)),
+                first_seconds=first_seconds,
+                decode_seconds=decode_seconds,
+                passes=len(emitted) if last.passes is None else last.passes,
+                drafted=last.drafted,
+                accepted=sum(item.from_draft for item in emitted),
+                drafting_rounds=last.drafting,
+                peak_bytes=peak_bytes,
+            )
+            left = 0 if last.token in ends else settings.max_tokens - len(emitted)
+            size = min(num_tokens, left)

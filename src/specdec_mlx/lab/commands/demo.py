@@ -10,22 +10,20 @@ import argparse
 import copy
 import math
 import os
-import statistics
 import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
-from msgspec.structs import replace
 
 from specdec_mlx.arguments import checked, number, parse_draft_length
 from specdec_mlx.cli.blas import (
@@ -36,30 +34,28 @@ from specdec_mlx.cli.blas import (
     start_again_with_openblas,
 )
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.generation import SpeculativeResponse, stream_generate
 from specdec_mlx.lab import demo_model
-from specdec_mlx.lab.bench.record import SPEEDS, describe_dtype, describe_machine
-from specdec_mlx.lab.bench.summary import ALL, Result, find_differences, summarise
+from specdec_mlx.lab.bench.record import SPEEDS, describe_dtype, describe_machine, results_table
+from specdec_mlx.lab.bench.summary import Result, find_differences, summarise
 from specdec_mlx.lab.bench.timing import (
     PLAIN,
     TURN_TOKENS,
-    Contender,
-    Emitted,
-    Run,
     Sample,
     Settings,
     ours,
     plain,
     take_turns,
+    turns_of,
 )
 from specdec_mlx.lab.commands.shared_flags import SMALL_MODEL
 from specdec_mlx.lab.pair import held_out_openings, load_pair
 from specdec_mlx.lab.prompts import RecordedText, encode_chat
-from specdec_mlx.lab.tables import Columns, markdown_table, table_of
+from specdec_mlx.lab.tables import Columns, markdown_table
 from specdec_mlx.models.loading import load_model
 
 CODE = """\
@@ -103,7 +99,7 @@ CONTRAST = "4"  # a fixed draft length, as in most programs
 LIVE_SHARE, PAIR_SHARE = 0.12, 0.1
 """Most of the time that may go into the live texts, and into the pair that ships."""
 
-IDENTICAL, TIE, DIFFERENT = VERDICTS = ("identical", "parts at a tie", "DIFFERENT")
+IDENTICAL, TIE, DIFFERENT = ("identical", "parts at a tie", "DIFFERENT")
 """Plain decoding's tokens; other ones from a place on where the target's two greatest logits are
 equal up to rounding, which on a GPU may fall either way; other ones."""
 
@@ -122,25 +118,6 @@ class Show:
     tasks: list[RecordedText]
     max_tokens: int
     end_tokens: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class TimedText:
-    """A line of the table: one text by one contender; its first repeat stands for it.
-
-    speed: in times plain decoding's, median over the repeats, or None. verdict: the worst of
-    `VERDICTS`.
-    """
-
-    text: str
-    first: Result
-    speed: float | None
-    verdict: str
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether the text is long enough for its speed to be shown."""
-        return self.speed is not None and self.first.tokens >= LEAST_TOKENS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +168,7 @@ def main(args: argparse.Namespace) -> int:
         f"Next, in about {seconds:.0f} s, or more on a slow machine: a text live, then "
         f"{', '.join(texts)}, by turns."
     )
-    began, rows = time.perf_counter(), list[TimedText]()
+    began, results = time.perf_counter(), list[Result]()
     with wired_limit([show.model for show in shows], [generation_stream]):
         for i, show in enumerate(shows):
             responses = live_text(show, draft_length, began + LIVE_SHARE * seconds * (i + 1))
@@ -199,12 +176,12 @@ def main(args: argparse.Namespace) -> int:
         for show in shows[::-1]:  # the pair first, which takes little
             share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
             samples = play(show, draft_length, began + share * seconds, args.repeats)
-            compared = (compare(show.model, task, samples) for task in show.tasks)
-            rows[:0] = chain.from_iterable(compared)
-            paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN]
-    notes = legend(rows, texts, model, paces)
+            differences = find_differences(show.model, show.tasks, samples)
+            results[:0] = summarise(samples, differences)
+    rows = [r for r in results if r.category in texts and r.drafter != PLAIN]
+    notes = legend(rows, texts, model, results[0].total_tokens_per_second)
     print(f"{format_table(rows)}\n\n{notes}", flush=True)
-    return int(any(row.verdict == DIFFERENT for row in rows))
+    return int(any(verdict(row) == DIFFERENT for row in rows))
 
 
 def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
@@ -279,8 +256,15 @@ def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Samp
 
     The first text is long enough to be timed, whatever it takes; later ones may be left out.
     """
-    lengths = dict.fromkeys((draft_length, CONTRAST))
-    contenders = [plain(show.model), *(after_live(show, length) for length in lengths)]
+
+    def learned() -> Tuning:
+        """Begin each text with a copy of what "auto" learned from the live text."""
+        return copy.deepcopy(tuning_for(show.model))
+
+    way: Any = {"tokenizer": show.tokenizer, "tuning_for_text": learned}
+    contenders = [plain(show.model)]
+    for length in dict.fromkeys((draft_length, CONTRAST)):
+        contenders.append(ours(show.model, show.drafter, show.name, length, **way))
     settings = Settings(show.max_tokens, end_tokens=show.end_tokens)
     samples: list[Sample] = []
     for repeat in range(repeats):
@@ -289,9 +273,8 @@ def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Samp
             now = time.perf_counter()
             if samples and now > until:
                 return samples
-            runs = [Run(way, task, settings, repeat) for way in contenders]
-            take_turns(runs, repeat, turns_until(now + (until - now) / left))
-            samples += [run.sample() for run in runs]
+            runs = [turns_of(way, task, settings, repeat) for way in contenders]
+            samples += take_turns(runs, repeat, turns_until(now + (until - now) / left))
         now = time.perf_counter()
         if now + (now - began) > until:
             break
@@ -305,106 +288,76 @@ def turns_until(end: float) -> Callable[[], bool]:
     return lambda: next(turns) < least or time.perf_counter() < end
 
 
-def after_live(show: Show, draft_length: str) -> Contender:
-    """Speculation that begins each text with a copy of what "auto" learned from the live one."""
-
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
-        tuning = copy.deepcopy(tuning_for(show.model))
-        options = {"tokenizer": show.tokenizer, "tuning": tuning}
-        way = ours(show.model, show.drafter, show.name, draft_length, **options)
-        return way.start(prompt, max_tokens, seed)
-
-    return Contender(show.name, draft_length, "auto", start=start)
+def verdict(row: Result) -> str:
+    """How a text compares with plain decoding's in all repeats."""
+    if row.identical:
+        return IDENTICAL
+    return TIE if row.excused else DIFFERENT
 
 
-def compare(model: nn.Module, task: RecordedText, samples: Sequence[Sample]) -> list[TimedText]:
-    """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
-    by_repeat = []
-    for repeat in sorted({sample.repeat for sample in samples}):
-        beside = [
-            replace(sample, repeat=0)
-            for sample in samples
-            if (sample.id, sample.repeat) == (task.id, repeat)
-        ]
-        results = summarise(beside, find_differences(model, [task], beside))
-        by_repeat.append([r for r in results if r.category == ALL and r.drafter != PLAIN])
-    rows = []
-    for repeats in zip(*filter(None, by_repeat), strict=True):
-        ratios = [r.ratio for r in repeats if r.ratio]
-        verdicts = [IDENTICAL if r.identical else TIE if r.excused else DIFFERENT for r in repeats]
-        speed = statistics.median(ratios) if ratios else None
-        worst = max(verdicts, key=VERDICTS.index)
-        rows.append(TimedText(task.id, repeats[0], speed, worst))
-    return rows
+def is_timed(row: Result) -> bool:
+    """Whether the text is long enough for its speed to be shown."""
+    return row.ratio is not None and row.tokens >= LEAST_TOKENS
 
 
-WHOSE: Columns = {
-    "text": lambda row: row.text,
-    "drafter": lambda row: row.first.drafter,
-    "K": lambda row: row.first.draft_length,
-}
-NUMBERS: Columns = {
-    "tokens": lambda row: str(row.first.tokens),
-    "speed": lambda row: f"{row.speed:.2f} times plain",
-    "tokens a pass": lambda row: SPEEDS["tok/pass"](row.first),
-    "accepted": lambda row: SPEEDS["accepted"](row.first),
-    "identical": lambda row: row.verdict,
+COLUMNS: Columns = {
+    "tokens": lambda row: str(row.tokens),
+    "speed": lambda row: f"{row.ratio:.2f} times plain",
+    "tokens a pass": SPEEDS["tok/pass"],
+    "accepted": SPEEDS["accepted"],
+    "identical": verdict,
 }
 
 
-def format_table(rows: Sequence[TimedText]) -> str:
+def format_table(rows: Sequence[Result]) -> str:
     """The comparison as text, one line for each row that is long enough."""
-    return markdown_table(*table_of([row for row in rows if row.is_timed], WHOSE, NUMBERS))
+    return markdown_table(*results_table([row for row in rows if is_timed(row)], COLUMNS, "text"))
 
 
-def remarks(rows: Sequence[TimedText], texts: Sequence[str]) -> list[str]:
+def remarks(rows: Sequence[Result], texts: Sequence[str]) -> list[str]:
     """Why a text has no row, and why "auto" is below plain decoding in a short row."""
-    begun = {row.text for row in rows}
+    begun = {row.category for row in rows}
     lines = [
         f"{text} is left out: the time was over before its turn. Use a larger --seconds."
         for text in texts
         if text not in begun
     ]
     for row in rows:
-        run = row.first
-        if not row.is_timed:
+        is_short = row.draft_length == "auto" and row.tokens < SHORT_TOKENS
+        if not is_timed(row):
             lines.append(
-                f"{row.text} is left out ({row.verdict}): it has {run.tokens} tokens, and a speed "
-                f"takes {LEAST_TOKENS}, from more than one pass."
+                f"{row.category} is left out ({verdict(row)}): it has {row.tokens} tokens, and a "
+                f"speed takes {LEAST_TOKENS}, from more than one pass."
             )
-        elif (
-            run.draft_length == "auto"
-            and run.tokens < SHORT_TOKENS
-            and round(row.speed or 0, 2) < 1
-        ):
-            cause = (
-                f"It drafted {run.drafted} tokens to learn whether drafts pay, which takes time, "
-                f"and {run.accepted} were accepted."
-                if run.drafted
-                else "It found no draft that it expected to pay."
-            )
+        elif is_short and round(row.ratio or 0, 2) < 1:
+            cause = "It found no draft that it expected to pay."
+            if row.drafted:
+                cause = (
+                    f"It drafted {row.drafted} tokens to learn whether drafts pay, which takes "
+                    f"time, and {row.accepted} were accepted."
+                )
             lines.append(
-                f"{row.text}: auto is below plain. {cause} A speed over {run.tokens} tokens also "
-                "varies from run to run."
+                f"{row.category}: auto is below plain. {cause} A speed over {row.tokens} tokens "
+                "also varies from run to run."
             )
     return list(dict.fromkeys(lines))
 
 
 def legend(
-    rows: Sequence[TimedText], texts: Sequence[str], model: nn.Module, paces: Sequence[float | None]
+    rows: Sequence[Result], texts: Sequence[str], model: nn.Module, plain_speed: float | None
 ) -> str:
-    """The outcome, how to read the table, and the machine. paces: of plain decoding, s a token."""
-    timed = [pace for pace in paces if pace]
-    step = f" ({1 / statistics.median(timed):.1f} a second)" if timed else ""
-    num_same = sum(row.verdict == IDENTICAL for row in rows)
+    """The outcome, how to read the table, and the machine. plain_speed: tokens per second."""
+    speed = f" ({plain_speed:.1f} a second)" if plain_speed else ""
+    num_same = sum(verdict(row) == IDENTICAL for row in rows)
     machine = describe_machine()
     blas = f"{machine['blas']}, " if mx.default_device() == mx.cpu else ""
     lines = [
         f"{num_same} of {len(rows)} texts are plain mlx-lm's, token by token.",
         *remarks(rows, texts),
         "speed: tokens a second from the first token to the last, over those of plain mlx-lm"
-        f"{step}, which took turns with it; the median of all repeats that there was time for.",
-        "K: draft length, most tokens drafted for a pass; auto, the default, drafts where it pays.",
+        f"{speed}, which took turns with it; medians of all repeats that there was time for.",
+        "accepted: draft tokens of all repeats. K: most tokens drafted for a pass; auto, the "
+        "default, drafts where it pays.",
         f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['device']}, "
         f"{describe_dtype(model)}, {blas}mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}.",
     ]

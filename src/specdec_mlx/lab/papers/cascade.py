@@ -20,8 +20,6 @@ from specdec_mlx.contracts import (
     DraftContext,
     Drafter,
     Evidence,
-    FeatureRows,
-    Features,
     GoesOn,
     Session,
     Step,
@@ -29,10 +27,11 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.drafters.choosing.registry import make_drafter
-from specdec_mlx.drafters.first_of import Several, context_for
+from specdec_mlx.drafters.first_of import CombinedSession, Several, context_for
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
-from specdec_mlx.strangers import as_drafter, begin_session
+from specdec_mlx.duck_typed import as_drafter, begin_session
+from specdec_mlx.lab.papers.ahead import begin_ahead
+from specdec_mlx.lab.papers.tree_drafts import one_hot_rows
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4
@@ -76,11 +75,6 @@ class Cascade(Several):
         object.__setattr__(self, "drafters", (first, then))
 
     @property
-    def features(self) -> Features | None:
-        """Features that the first one reads."""
-        return self.drafters[0].features
-
-    @property
     def key(self) -> str:
         """The keys of both, and the number of first tokens."""
         return f"Cascade({', '.join(one.key for one in self.drafters)}, num_first={self.num_first})"
@@ -92,11 +86,9 @@ class Cascade(Several):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
         first, then = self.drafters
-        return CascadeSession(
-            begin_session(first, list(prompt), context_for(first, context)),
-            begin_ahead(self, then, prompt, context_for(then, context)),
-            self.num_first,
-        )
+        writer = begin_session(first, list(prompt), context_for(first, context))
+        look_up = begin_ahead(self, then, prompt, context_for(then, context))
+        return CascadeSession([(first.key, writer), (then.key, look_up)], self.num_first)
 
 
 def cascade(
@@ -111,42 +103,20 @@ def cascade(
     return Cascade(first, then, num_first)
 
 
-class CascadeSession(Session):
-    """One generation of both, with the optional members of the first one's session but trees."""
+class CascadeSession(CombinedSession):
+    """One generation of both, of which the first one drafts chains."""
 
-    def __init__(self, first: Session, then: Any, num_first: int) -> None:
-        """then: of `begin_ahead`. num_first: most tokens of a draft by the first."""
-        self.then, self.num_first, self.told = then, num_first, (first, then)
-        # in a wrapper, which is told of the end
-        ((_, self.first),) = first.parts("")
+    def __init__(self, keyed: Sequence[tuple[str, Session]], num_first: int) -> None:
+        """keyed: sessions of the first and the look-up. num_first: most tokens by the first."""
+        super().__init__(keyed)
+        # a wrapper is told of the end, and the session in it is asked
+        (((_, self.first),), ((_, self.then),)) = self.asked
+        self.num_first = num_first
 
     @property
     def can_stop(self) -> bool:
         """True if the first one can."""
         return self.first.can_stop
-
-    @property
-    def reads_target(self) -> bool:
-        """True if the first one does."""
-        return self.first.reads_target
-
-    def see(self, features: FeatureRows) -> None:
-        """Show the first one these rows."""
-        self.first.see(features)
-
-    def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
-        """Show the first one these rows."""
-        self.first.see_rejected(tokens, features)
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Tell both."""
-        for session in self.told:
-            session.observe(tokens)
-
-    def close(self, length: int) -> None:
-        """Close both."""
-        for session in self.told:
-            session.close(length)
 
     def propose(self, limit: int) -> Draft:
         """Up to `limit` tokens, as many of them by the first as it may write."""
@@ -164,7 +134,7 @@ class CascadeSession(Session):
         if not len(draft) or not room:
             return draft
         written = to_list(draft.tokens)
-        found = propose_after(self.then, written, room)
+        found = self.then.propose_after(written, room)
         assert found.logprobs is None, "a look-up's draft is a point mass"
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []
@@ -179,8 +149,8 @@ class CascadeSession(Session):
             return draft
         tokens, logprobs = [*written, *tail], draft.logprobs
         if logprobs is not None:
-            is_token = mx.arange(logprobs.shape[-1]) == to_ids(tail)[:, None]
-            logprobs = mx.concatenate([logprobs, mx.where(is_token, 0.0, -mx.inf)])
+            rows = one_hot_rows(to_ids(tail), logprobs.shape[-1])
+            logprobs = mx.concatenate([logprobs, rows])
         return Draft(tokens, logprobs, draft.evidence and evidence[: len(tokens)])
 
 

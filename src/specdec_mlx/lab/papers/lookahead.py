@@ -20,7 +20,7 @@ all there is where no column was verified, or the first chain alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,12 +33,12 @@ from specdec_mlx.contracts import (
     Evidence,
     FeatureRows,
     Features,
-    Session,
+    LookUpSession,
+    TextIndex,
 )
-from specdec_mlx.draft_length.value import Auto, ValuedSession
+from specdec_mlx.draft_length.value import Auto, MayFork
 from specdec_mlx.lab.papers.recycling import SuccessorTable
-from specdec_mlx.lab.papers.suffix_trees import best_of_chains
-from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of, texts_of
+from specdec_mlx.lab.papers.tree_drafts import TokenPath, TreeSession, draft_of, texts_of
 from specdec_mlx.token_ids import to_list
 
 MOST_OF_A_TOKEN = 16  # n-grams that the pool keeps of each first token
@@ -69,9 +69,10 @@ class LookaheadDrafter(Drafter):
         for name, least in (("window", 1), ("ngram", 2), ("num_candidates", 1), ("worth", 0.0)):
             require(self, getattr(self, name) >= least, name, f"at least {least}")
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> LookaheadSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeSession:
         """Begin after `prompt` [n]."""
-        return LookaheadSession(self, prompt)
+        index = LookaheadIndex(self, prompt)
+        return TreeSession(self.key, [(self.key, LookUpSession(index))], grow=index.add_rows)
 
 
 class Window:
@@ -110,13 +111,11 @@ class Window:
         self.levels[0][0] = text[-1]
 
 
-class LookaheadSession(Session, ValuedSession):
-    """One generation: the text, the pool of n-grams by their first tokens, and the window.
+class LookaheadIndex(TextIndex):
+    """A text, the pool of n-grams by their first tokens, and the window.
 
     _draft: the latest proposal. _rejected: tokens that were not kept, and the target's after each.
     """
-
-    cheap = True
 
     def __init__(self, drafter: LookaheadDrafter, prompt: Sequence[int]) -> None:
         self._config = drafter
@@ -125,21 +124,19 @@ class LookaheadSession(Session, ValuedSession):
         self._window = Window(drafter.window, drafter.ngram - 1, prompt or (0,))
         self._draft = NO_DRAFT
         self._rejected: tuple[list[int], list[int]] = ([], [])
-        self._key = drafter.key
 
-    def propose(self, limit: int) -> Draft:
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
         known: dict[TokenPath, Evidence | int] = {}
-        for draft in self.candidates(limit)[: self._config.num_candidates]:
-            for text, evidence in zip(texts_of(draft), draft.evidence or (), strict=True):
+        for n_gram in self.chains(limit)[: self._config.num_candidates]:
+            for text, evidence in zip(texts_of(n_gram), n_gram.evidence or (), strict=True):
                 known.setdefault(text, evidence)
         n_grams = draft_of(known, list(known.values())).head(limit)
         self._draft = self._with_rows(n_grams, limit, self._config.window)
         return self._draft
 
-    def propose_tree(self, limit: int, values: Auto, may_fork: Callable[[], bool]) -> Draft:
-        """The part of the pool that is worth verifying, and rows where they cost little."""
-        draft = best_of_chains(self.candidates, self._key, limit, values, may_fork)
+    def add_rows(self, draft: Draft, limit: int, values: Auto, may_fork: MayFork) -> Draft:
+        """The part of the pool that is worth verifying, with rows where they cost little."""
         least = values.price(len(draft))
         for num_columns in range(self._config.window, 0, -1):
             tree = self._with_rows(draft, limit, num_columns)
@@ -150,7 +147,7 @@ class LookaheadSession(Session, ValuedSession):
         self._draft = draft
         return draft
 
-    def candidates(self, limit: int) -> list[Draft]:
+    def chains(self, limit: int) -> list[Draft]:
         """The n-grams of the pool that go on from the last token, the latest first."""
         known = self._pool.successors.get(tuple(self._tokens[-1:]))
         return [draft.head(limit) for draft in known.drafts()] if known and limit else []
@@ -165,8 +162,8 @@ class LookaheadSession(Session, ValuedSession):
         if -1 not in said:  # a replay knows the rows of its text alone
             self._rejected = list(tokens), said
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Append the tokens emitted; fill the pool, and move the window on."""
+    def append(self, tokens: Sequence[int]) -> None:
+        """Write the text on; fill the pool, and move the window on."""
         said = {tuple(tokens[:n]): token for n, token in enumerate(tokens) if n}
         left = [text for text in texts_of(self._draft) if text not in said]
         if [text[-1] for text in left] == self._rejected[0]:

@@ -25,7 +25,7 @@ from specdec_mlx.rules import (
     row,
 )
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.trees.rules import TreeCoinRule, longest
+from specdec_mlx.trees.tree_rules import TreeCoinRule, longest
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from specdec_mlx.contracts import DraftContext
+from specdec_mlx.contracts import DraftContext, LookUpSession
 from specdec_mlx.drafters.ngram import (
     Context,
     Continuation,
     NGramCounts,
     NGramDrafter,
-    NGramSession,
+    NGramIndex,
 )
 from specdec_mlx.files import Count
 from specdec_mlx.memory.file import FileHeader, Integers
-from specdec_mlx.memory.kept import KeptFile, opened
+from specdec_mlx.memory.persistent import PersistentStore, opened
 
 
 class TableHeader(FileHeader, kw_only=True):
@@ -32,7 +32,7 @@ class TableHeader(FileHeader, kw_only=True):
     orders: list[tuple[Count, Count]]
 
 
-class NGramTable(KeptFile):
+class NGramTable(PersistentStore):
     """Counts of what followed each context, for `TabledNGramDrafter`; thread-safe.
 
     max_order, min_order, max_entries: as there. tokenizer: as of a `Memory`.
@@ -170,40 +170,10 @@ class TabledNGramDrafter(NGramDrafter):
         """Raise TokenizerMismatchError if the table was counted with another tokenizer."""
         self._table_of(context)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> TabledNGramSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
         """Count the n-grams of `prompt` [n]."""
-        return TabledNGramSession(self, prompt, self._table_of(context))
+        return LookUpSession(NGramIndex(self, prompt, self._table_of(context)))
 
     def _table_of(self, context: DraftContext) -> NGramTable:
         assert isinstance(self.table, NGramTable)
         return self.table.of(context)
-
-
-class TabledNGramSession(NGramSession):
-    """One generation's counts, and the table as it is."""
-
-    def __init__(
-        self, config: TabledNGramDrafter, prompt: Sequence[int], table: NGramTable
-    ) -> None:
-        super().__init__(config, prompt)
-        self._num_prompt = len(prompt)
-        self._table = table
-        self._written: list[int] = []
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Count the tokens [n]."""
-        super().observe(tokens)
-        self._written += tokens
-
-    def close(self, length: int) -> None:
-        """Count what was written, up to `length` tokens of prompt and output, in the table."""
-        self._table.add(self._written[: length - self._num_prompt])
-        self._written = []
-
-    def _longest(self, context: Context) -> Continuation | None:
-        """The continuation of the longest known context; the text's own counts win a tie."""
-        own = super()._longest(context)
-        if own is not None and own.width == self._config.max_order - 1:
-            return own
-        kept = self._table.continuation(context)
-        return kept if kept and (own is None or kept.width > own.width) else own

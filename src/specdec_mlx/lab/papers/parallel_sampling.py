@@ -117,12 +117,6 @@ class PaSSSource(ModelReader):
         if context.target_caches is not None and context.draft_cache is None:
             self.rollback = context.target_caches.rollback
 
-    @property
-    def is_lent(self) -> bool:
-        """True if the caches are the target's, which the loop keeps in step with the text."""
-        lent = self.context.target_caches
-        return lent is not None and lent.rollback is self.rollback
-
     def begin_draft(self, limit: int) -> int:
         """One pass, for at most L + 1 tokens; none for one alone: plain decoding has it sooner."""
         if limit < 2:
@@ -146,13 +140,6 @@ class PaSSSource(ModelReader):
             self.rollback.checkpoint()
             yield
             self.rollback.rewind_to(len(self.tokens))
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Add the tokens emitted; the loop has rolled its own caches back."""
-        if self.is_lent:
-            self.tokens += tokens
-        else:
-            super().observe(tokens)
 
 
 def load_pass(files: HeadFiles, target: nn.Module, **options: Any) -> PaSSDrafter:

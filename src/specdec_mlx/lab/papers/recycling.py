@@ -19,14 +19,15 @@ from specdec_mlx.contracts import (
     Evidence,
     FeatureRows,
     Features,
-    Session,
+    LookUpSession,
+    TextIndex,
     share_class,
 )
 from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.lab.papers.tree_drafts import TokenPath
-from specdec_mlx.memory.kept import fingerprint_of
+from specdec_mlx.memory.persistent import fingerprint_of
 from specdec_mlx.memory.store import Memory
 
 TOP = 8  # successors that are kept of each token, as in the paper
@@ -128,16 +129,17 @@ class RecyclingDrafter(Drafter):
         require(self, self.num_draft >= 1, "num_draft", "an int >= 1")
         require(self, self.context in (1, 2), "context", "1 or 2")
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> RecyclingSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
         """Begin after `prompt` [n]."""
         table = SuccessorTable() if self.table is None else self.table.of(context)
         first = max(0, len(prompt) - 1)
-        return RecyclingSession(self, list(prompt), table, context.num_unseen, first)
+        index = RecyclingIndex(self, list(prompt), table, context.num_unseen, first)
+        return LookUpSession(index)
 
 
 @dataclass(eq=False)
-class RecyclingSession(Session):
-    """One generation: the text, and the rows that were shown and not yet noted.
+class RecyclingIndex(TextIndex):
+    """A text, and the rows that were shown and not yet noted.
 
     num_seen: positions whose rows were shown. first: position whose row is noted first.
     """
@@ -148,7 +150,6 @@ class RecyclingSession(Session):
     num_seen: int
     first: int
     waiting: list[tuple[int, Any]] = field(default_factory=list)
-    cheap = True
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; those of the prompt are dropped uncomputed."""
@@ -162,21 +163,23 @@ class RecyclingSession(Session):
         if self.config.context == 1:
             self._note(tokens, 0, features.top_tokens)
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Append the tokens emitted, and note the rows of those that are known by now."""
+    def append(self, tokens: Sequence[int]) -> None:
+        """Write the text on, and note the rows of the tokens that are known by now."""
         self.tokens += tokens
         for start, rows in self.waiting:
             self._note(self.tokens, start, rows)
         self.waiting.clear()
 
-    def propose(self, limit: int) -> Draft:
-        """Follow the table from the last token."""
-        return next(self.chains(limit), NO_DRAFT)
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
+        """The chain of the likeliest successors."""
+        return next(self._follow([*self.tokens[-self.config.context :], *more], limit), NO_DRAFT)
 
-    def chains(self, limit: int) -> Iterator[Draft]:
+    def chains(self, limit: int) -> Sequence[Draft]:
         """The chains through the likeliest successors of the last token."""
-        length, width = min(limit, self.config.num_draft), self.config.context
-        return self.table.drafts(self.tokens, length, width)
+        return list(self._follow(self.tokens, limit))
+
+    def _follow(self, tokens: Sequence[int], limit: int) -> Iterator[Draft]:
+        return self.table.drafts(tokens, min(limit, self.config.num_draft), self.config.context)
 
     def _note(self, tokens: Sequence[int], start: int, rows: Any) -> None:
         """Note rows [n, top] of the positions of a text from `start` on."""

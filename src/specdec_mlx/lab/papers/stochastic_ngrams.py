@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.contracts import Draft, DraftContext
-from specdec_mlx.drafters.ngram import Context, NGramCounts, NGramDrafter, NGramSession
+from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, LookUpSession, TextIndex
+from specdec_mlx.drafters.ngram import Context, NGramCounts, NGramDrafter, NGramIndex
 
 DISCOUNT = 0.75  # share of a count that a distribution leaves to shorter contexts
 
@@ -22,50 +22,52 @@ class StochasticNGramDrafter(NGramDrafter):
     Where the target is greedy, or its noise is not known, it drafts as its base does.
     """
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> NGramSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
         """Count the n-grams of `prompt` [n]."""
         sampling = context.sampling
         if context.noise is None or sampling is None or sampling.greedy:
             return super().begin(prompt, context)
-        return StochasticNGramSession(self, prompt, context)
+        return LookUpSession(StochasticNGramIndex(NGramIndex(self, prompt), context))
 
 
-class StochasticNGramSession(NGramSession):
-    """One generation's counts, drafting at random from a distribution that the draft declares."""
+@dataclass(eq=False)
+class StochasticNGramIndex(TextIndex):
+    """A text's counts, drafting at random from a distribution that the draft declares."""
 
     # a row of V numbers a token, and what was drawn must not be thrown away
     cheap = False
 
-    def __init__(self, config: NGramDrafter, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(config, prompt)
-        self._generation = context
-        self._num_emitted = 0
+    ngrams: NGramIndex
+    generation: DraftContext
+    num_emitted: int = 0
 
-    def propose(self, limit: int) -> Draft:
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
         """Draw up to `limit` tokens; `logprobs` [K, V] are what they were drawn from.
 
-        Draws follow from noise, place and counts alone: proposing twice gives the same draft.
+        Draws follow from noise, place and counts alone: asked twice, the draft is the same.
         """
-        vocab_size = self._generation.vocab_size
+        vocab_size = self.generation.vocab_size
         assert vocab_size is not None
-        context = self._context
+        counts, context = self.ngrams.counts, self.ngrams.context
+        for token in more:
+            context = counts.shift(context, token)
         tokens: list[int] = []
         rows: list[Float[np.ndarray, " vocab"]] = []
-        for i in range(min(limit, self._config.num_draft)):
-            probs = smoothed(self._counts, context, vocab_size)
+        for i in range(min(limit, self.ngrams.config.num_draft)):
+            probs = smoothed(counts, context, vocab_size)
             if probs is None:
                 break
             with np.errstate(divide="ignore"):
                 rows.append(np.log(probs / probs.sum()).astype(np.float32))
-            noise = np.array(self._generation.draft_gumbel(self._num_emitted, i))
+            noise = np.array(self.generation.draft_gumbel(self.num_emitted, i))
             tokens.append(int(np.argmax(rows[-1] + noise)))
-            context = self._counts.shift(context, tokens[-1])
-        return Draft(tokens, mx.array(np.stack(rows))) if tokens else Draft()
+            context = counts.shift(context, tokens[-1])
+        return Draft(tokens, mx.array(np.stack(rows))) if tokens else NO_DRAFT
 
-    def observe(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Count the tokens [n]."""
-        super().observe(tokens)
-        self._num_emitted += len(tokens)
+        self.ngrams.append(tokens)
+        self.num_emitted += len(tokens)
 
 
 def smoothed(

@@ -5,16 +5,22 @@ Also REST's (He et al. 2024). Not worth it where positions cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 
-from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Evidence,
+    LookUpSession,
+    Session,
+    TextIndex,
+)
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.value import Auto, ValuedSession
-from specdec_mlx.drafters.suffix import Path, SuffixDrafter, SuffixSession, evidence_of, vote
-from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of
+from specdec_mlx.drafters.suffix import Path, SuffixDrafter, SuffixIndex, evidence_of, vote
+from specdec_mlx.lab.papers.tree_drafts import TokenPath, TreeSession, draft_of
 
 
 @cache
@@ -53,57 +59,55 @@ def trie(paths: Sequence[Path], limit: int, known: Chances) -> dict[TokenPath, E
     return found
 
 
-def chains_of(session: SuffixSession, limit: int) -> list[Draft]:
-    """The winner's chain, and the chains that hold what was outvoted of the likeliest tokens."""
-    paths, length = session.paths(limit)
-    found = trie(paths, length, known_chances())
-    chains = [vote(paths, length)] if found else []
-    inner = {text[:-1] for text in found}
-    for leaf in (text for text in found if text not in inner):
-        path = [leaf[: n + 1] for n in range(len(leaf))]
-        chains.append(Draft(leaf, evidence=[found[text] for text in path]))
-    return chains
-
-
-def best_of_chains(
-    candidates: Callable[[int], Sequence[Draft]],
-    key: str,
-    limit: int,
-    values: Auto,
-    may_fork: Callable[[], bool],
-) -> Draft:
-    """The chain or tree that is worth most, of all the chains of a session.
-
-    candidates: at most so many tokens -> its chains. key: of its drafter; how often its chains are
-    right is learned under a key of their own.
-    """
-    chain_key = f"{key} as a chain"
-    longest = min(limit, values.limit(chain_key, True))
-    chains = [(chain_key, draft) for draft in candidates(longest)]
-    return values.best_tree(key, chains, may_fork) if chains else NO_DRAFT
-
-
 @dataclass(frozen=True)
 class SuffixTreeDrafter(SuffixDrafter):
     """A `SuffixDrafter` that drafts the likeliest of all that was voted for, as a tree."""
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> SuffixTreeSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeSession:
         """Index `prompt` [n], and take the memory as it is now."""
-        return SuffixTreeSession(self, prompt, self.memory_of(context))
+        places = SuffixIndex(self, prompt, self.memory_of(context))
+        return TreeSession(self.key, [(self.key, LookUpSession(AllVotes(places, forks=True)))])
 
 
-class SuffixTreeSession(SuffixSession, ValuedSession):
-    """A session that drafts all that was voted for, not the winner alone."""
+@dataclass(eq=False)
+class AllVotes(TextIndex):
+    """All that the places of a text vote for, and not the winner alone.
 
-    def propose(self, limit: int) -> Draft:
-        """A tree of the `limit` likeliest tokens."""
-        found = trie(*self.paths(limit), known_chances())
+    forks: a draft of a fixed length is a tree, and not the winner's chain.
+    """
+
+    places: SuffixIndex
+    forks: bool = False
+
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
+        """The winner's chain, or a tree of the `limit` likeliest tokens."""
+        if not self.forks:
+            return self.places.draft(limit, more)
+        found = trie(*self.places.paths(limit, more), known_chances())
         return draft_of(found, list(found.values()))
 
-    def propose_tree(self, limit: int, values: Auto, may_fork: Callable[[], bool]) -> Draft:
-        """The chain or tree that is worth most."""
+    def chains(self, limit: int) -> Sequence[Draft]:
+        """The winner's chain, and chains with what was outvoted of the likeliest tokens."""
+        paths, length = self.places.paths(limit)
+        found = trie(paths, length, known_chances())
+        chains = [vote(paths, length)] if found else []
+        inner = {text[:-1] for text in found}
+        for leaf in (text for text in found if text not in inner):
+            heads = [leaf[: n + 1] for n in range(len(leaf))]
+            chains.append(Draft(leaf, evidence=[found[head] for head in heads]))
+        return chains
 
-        def chains(longest: int) -> list[Draft]:
-            return chains_of(self, longest)
+    def append(self, tokens: Sequence[int]) -> None:
+        """Write the text on."""
+        self.places.append(tokens)
 
-        return best_of_chains(chains, self._config.key, limit, values, may_fork)
+    def close(self, length: int) -> None:
+        """Remember the text."""
+        self.places.close(length)
+
+
+def offering_all(session: Session) -> Session:
+    """A session whose candidates are all that is voted for, if it looks places up."""
+    if isinstance(session, LookUpSession) and isinstance(session.index, SuffixIndex):
+        return LookUpSession(AllVotes(session.index))
+    return session

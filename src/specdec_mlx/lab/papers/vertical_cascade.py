@@ -6,8 +6,7 @@ model alone. Not worth it where the draft model's own text repeats nothing.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,22 +15,18 @@ import mlx.core as mx
 from specdec_mlx.arguments import short_repr
 from specdec_mlx.contracts import (
     NO_DRAFT,
-    Agreement,
-    Draft,
     DraftContext,
-    GoesOn,
     Session,
-    Step,
 )
 from specdec_mlx.drafters.choosing.registry import make_drafter
-from specdec_mlx.drafters.drawing import ChainDraws, sampling_of_drafts, worth_it
+from specdec_mlx.drafters.drawing import sampling_of_drafts
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.model import ModelDrafter, ModelSource
 from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
-from specdec_mlx.drafters.writing import way_of_writing
+from specdec_mlx.drafters.writing import Parents, WritingSession, way_of_writing
+from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
-from specdec_mlx.strangers import as_drafter
 from specdec_mlx.token_ids import to_ids, to_list
 
 
@@ -70,9 +65,9 @@ class GuessedDrafter(ModelDrafter):
         if self.tokenizer is not None and context.tokenizer is not None:
             check_same_tokenizer(context.tokenizer, self.tokenizer)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> GuessedSession:
-        """Start a generation; the draft model reads the prompt with its first proposal."""
-        return GuessedSession(self, ModelSource(self, prompt, context))
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
+        """Start a generation, which shares no passes with other texts."""
+        return WritingSession(self, GuessedSource(self, prompt, context))
 
 
 def guesser_for(drafter: GuessedDrafter) -> Any:
@@ -96,28 +91,6 @@ def guesser_for(drafter: GuessedDrafter) -> Any:
     return guesser
 
 
-class GuessedDraws(ChainDraws):
-    """A chain in the making, several tokens of it from one pass over guesses."""
-
-    def draw_guessed(self, logits: mx.array, guesses: Sequence[int]) -> list[int]:
-        """Tokens from rows [n + 1, V], the later ones of a pass over n guesses, while these hold.
-
-        The first draw that is no guess ends them, as under `Match`: rows after it are of another
-        text, and what was drawn there is dropped unseen.
-        """
-        own: list[int] = []
-        for rows in mx.split(logits, len(logits)) if self.one_by_one else [logits]:
-            if own == guesses[: len(own)]:
-                own += to_list(self.draw(rows))
-        numbers = {"target_tokens": own}
-        tokens = Agreement.outcome(numbers, guesses[: len(own) - 1]).tokens
-        if num_dropped := len(own) - len(tokens):
-            self._num_drawn -= num_dropped
-            for parts in (self._tokens, self._rows):
-                parts[-1] = parts[-1][:-num_dropped]
-        return tokens
-
-
 @dataclass
 class DraftNoise:
     """The noise of a draft model's own draws, to a model that guesses these, by their positions."""
@@ -131,69 +104,75 @@ class DraftNoise:
         return self.source.context.draft_gumbels(start, len(places), first)
 
 
-class GuessedSession(Session):
-    """The side of a draft model whose next tokens another session guesses.
+class GuessedSource(ModelSource):
+    """A draft model whose next tokens another session guesses, so that a pass has several rows.
 
-    Tokens are drawn from the model's own rows with its own noise, so that guesses only decide in
-    which pass. guesser: has seen the first `num_shown` tokens of the text.
+    A row is used while the tokens drawn are the guesses before it; then a further pass is made.
+    So guesses only decide in which pass a token's logits are made.
+
+    drafted: the draft's tokens so far. guesses: what the latest pass read after the first
+    `num_before` of them, and `rows` [n + 1, V] what it made. num_told: tokens of the text that the
+    guesser has seen.
     """
 
-    def __init__(self, drafter: GuessedDrafter, source: ModelSource) -> None:
-        context = source.context
-        self.source = source
-        self.sampling = sampling_of_drafts(drafter, context.sampling)
-        noise: Any = DraftNoise(source)
-        own = {"sampling": self.sampling, "noise": noise, "coupled": True}
-        alone = replace(context, draft_cache=None, **own)
-        self.guesser = begin_ahead(drafter, drafter.drafter, source.tokens, alone)
-        self.num_shown = len(source.tokens)
+    def __init__(
+        self, drafter: GuessedDrafter, prompt: Sequence[int], context: DraftContext
+    ) -> None:
+        super().__init__(drafter, prompt, context)
+        noise: Any = DraftNoise(self)
+        sampling = sampling_of_drafts(drafter, context.sampling)
+        own = {"sampling": sampling, "noise": noise, "coupled": True}
+        alone = replace(context, draft_cache=None, on_close=None, **own)
+        self.guesser = begin_ahead(drafter, drafter.drafter, self.tokens, alone)
+        self.num_told = len(self.tokens)
 
-    def propose(self, limit: int) -> Draft:
-        """`limit` tokens, in as few passes as the guesses allow."""
-        return self.propose_while(limit, lambda evidence: Step.GO_ON)
+    def begin_draft(self, limit: int) -> int:
+        """Feed what was missed; all that is asked for, unless passes have to be narrow."""
+        self.longest = super().begin_draft(limit)
+        self.drafted: list[int] = []
+        self.guesses: list[int] = []
+        self.num_before = -1  # no pass yet
+        return self.longest
 
-    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Up to `limit` tokens, as long as they are worth it, by confidences alone."""
-        length, draws = self.source.begin_draft(limit), self.draws()
-        return worth_it(draws, self.confidences(length, draws), goes_on)
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
+        """Logits [1, V] after the text, or after one further token of the draft, which is read."""
+        if tokens is not None:
+            self.drafted += to_list(tokens)
+        place = len(self.drafted) - self.num_before
+        if self.num_before < 0 or self.guesses[:place] != self.drafted[self.num_before :]:
+            self.check_guesses()
+            place = 0
+        return self.rows[place : place + 1]
 
-    def draws(self) -> GuessedDraws:
-        """An empty draft after the text."""
-        source = self.source
-        text = source.tokens, source.num_prompt
-        return GuessedDraws(source.context, self.sampling, *text, at_once=1)
-
-    def confidences(self, length: int, draws: GuessedDraws) -> Iterator[float]:
-        """Draw when asked, in one pass all that was guessed; the largest probability at each."""
-        source, drafted = self.source, list[int]()
-        while len(drafted) < length:
-            after, position = [*source.tokens, *drafted], source.rollback.position
-            ahead, pending = after[self.num_shown :], after[position:]
-            most = self.num_guesses(length - len(drafted) - 1, len(pending))
-            guessed = propose_after(self.guesser, ahead, most) if most else NO_DRAFT
-            guesses = to_list(guessed.tokens)[:most]
-            rows = source.feed(to_ids([*pending, *guesses]))[len(pending) - 1 :]
-            new = draws.draw_guessed(rows, guesses)
-            drafted += new
-            source.rollback.rewind_to(len(source.tokens) + len(drafted) - 1)
-            logs: Any = draws.log_confidences()[-len(new) :].tolist()
-            yield from map(math.exp, logs)
+    def check_guesses(self) -> None:
+        """Run a pass over the tokens that were not read, and over guesses at what follows."""
+        after = [*self.tokens, *self.drafted]
+        if self.drafted:
+            self.rollback.rewind_to(len(after) - 1)
+        pending = after[self.rollback.position :]
+        most = self.num_guesses(self.longest - len(self.drafted) - 1, len(pending))
+        guessed = propose_after(self.guesser, after[self.num_told :], most) if most else NO_DRAFT
+        self.guesses, self.num_before = to_list(guessed.tokens)[:most], len(self.drafted)
+        self.rows = self.feed(to_ids([*pending, *self.guesses]))[len(pending) - 1 :]
 
     def num_guesses(self, most: int, num_pending: int) -> int:
         """Most guesses that a pass may check besides the pending tokens."""
-        rollback = self.source.rollback
-        room, end = rollback.widest_pass(), rollback.end
-        if room is None and (until := first_inexact(self.source.model, end)) is not None:
+        room, end = self.rollback.widest_pass(), self.rollback.end
+        if room is None and (until := first_inexact(self.model, end)) is not None:
             room = until - end
         return most if room is None else max(0, min(most, room - num_pending))
 
+    def end_draft(self) -> None:
+        """Drop the guesses from the caches that were not drawn."""
+        self.rollback.rewind_to(len(self.tokens) + len(self.drafted))
+
     def observe(self, tokens: Sequence[int]) -> None:
-        """Show both what was emitted."""
+        """Show both the tokens emitted."""
         self.guesser.observe(tokens)
-        self.source.observe(tokens)
-        self.num_shown = len(self.source.tokens)
+        super().observe(tokens)
+        self.num_told = len(self.tokens)
 
     def close(self, length: int) -> None:
         """End both."""
         self.guesser.close(length)
-        self.source.close(length)
+        super().close(length)

@@ -11,8 +11,8 @@ import tracemalloc
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
@@ -24,11 +24,11 @@ from specdec_mlx.contracts import (
     Drafter,
     Session,
 )
+from specdec_mlx.duck_typed import as_drafter, as_given, begin_session
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.lab.proof.conformance import Conformance
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.sampling import Noise, Sampling
-from specdec_mlx.strangers import as_drafter, as_given, begin_session
 from specdec_mlx.target import check_distribution, check_draft, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
 
@@ -83,14 +83,6 @@ def check_drafter(
     return check.run(name for name in check.properties if not left_out.get(name))
 
 
-class ScriptedRound(NamedTuple):
-    """A proposal, and the tokens emitted after it."""
-
-    tokens: list[int]
-    logprobs: mx.array | None
-    emitted: list[int]
-
-
 @dataclass(frozen=True)
 class NotedNoise(Noise):
     """Noise that notes the places that drafts were drawn from: purposes and positions, in order."""
@@ -112,16 +104,6 @@ class LoopsOwn(list[int]):
     append = extend = insert = remove = clear = reverse = _refuse
     pop = sort = _refuse  # type: ignore[assignment]
     __iadd__ = __imul__ = __setitem__ = __delitem__ = _refuse
-
-
-@dataclass
-class ScriptedGeneration:
-    """A session and its text; num_decided: draws of its noise that are of decided drafts."""
-
-    session: Session
-    text: list[int]
-    noise: NotedNoise
-    num_decided: int = 0
 
 
 @dataclass
@@ -151,8 +133,8 @@ class DrafterConformance(Conformance):
         with self.blaming("it is no drafter"):
             as_drafter(self.subject)
         before = dict(getattr(self.subject, "__dict__", {}))
-        generations = itertools.starmap(self._begin, itertools.product(self.prompts, SAMPLINGS))
-        num_drafts = sum(bool(r.tokens) for begun in generations for r in self._rounds(begun))
+        cases = itertools.product(self.prompts, SAMPLINGS)
+        drafts = [draft for case in cases for draft, _ in self.begin(*case).rounds()]
         after = getattr(self.subject, "__dict__", {})
         changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
         self.require(
@@ -160,47 +142,52 @@ class DrafterConformance(Conformance):
             f"a generation changed the drafter itself: {', '.join(changed)}.",
             "Keep what changes in the session: generations share it",
         )
-        return f"{num_drafts} drafts, each can be verified"
+        return f"{sum(len(draft) > 0 for draft in drafts)} drafts, each can be verified"
 
     def empty_drafts(self) -> str:
         """Rounds without a draft are normal, also many in a row and before the first proposal."""
         for prompt in self.prompts:
-            generation = self._begin(prompt)
+            generation = self.begin(prompt)
             for token in [*range(min(6, self.vocab_size)), 0, 1]:
-                self._observe(generation, [token])
-                is_empty = not len(self._propose(generation, 0).tokens)
-                self.require(is_empty, "propose(0) returned tokens.")
-            self._propose(generation, 4)
+                generation.observe([token])
+                self.require(not len(generation.propose(0)), "propose(0) returned tokens.")
+            generation.propose(4)
         return "plain rounds before, between and after drafts"
 
     def sessions(self) -> str:
         """Generations one after the other, in turns and in threads have nothing to do together."""
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_SESSIONS)]
-        alone = [self._script(prompt) for prompt in prompts]
-        in_turns = zip(*(self._rounds(self._begin(p, AT_ONE)) for p in prompts), strict=True)
-        runs: dict[str, Sequence[Sequence[ScriptedRound]]] = {
-            "after other generations": [self._script(prompt) for prompt in prompts],
-            "while others took turns with it": list(zip(*in_turns, strict=True)),
+        alone = list(map(self._drafted, prompts))
+        in_turns = zip(*(self.begin(p, AT_ONE).rounds() for p in prompts), strict=True)
+        runs = {
+            "after other generations": list(map(self._drafted, prompts)),
+            "while others took turns with it": [
+                [draft.tokens for draft, _ in rounds] for rounds in zip(*in_turns, strict=True)
+            ],
             "while other threads drafted too": self._in_threads(prompts),
         }
         if self.remembers:
             return f"{NUM_SESSIONS} at once, which may have to do with each other"
         for where, everyone in runs.items():
-            for expected, got in zip(alone, everyone, strict=True):
-                for one, other in zip(expected, got, strict=True):
-                    self.require(
-                        one.tokens == other.tokens,
-                        f"it proposed {one.tokens} alone, and {other.tokens} {where}.",
-                    )
+            pairs = zip(itertools.chain(*alone), itertools.chain(*everyone), strict=True)
+            for one, other in pairs:
+                self.require(one == other, f"it proposed {one} alone, and {other} {where}.")
         return f"{NUM_SESSIONS} draft as each alone: one after the other, in turns, in threads"
 
-    def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[ScriptedRound]]:
+    def _drafted(self, prompt: Sequence[int]) -> list[Any]:
+        """Tokens of each draft of a generation."""
+        generation = self.begin(prompt, AT_ONE)
+        tokens = [draft.tokens for draft, _ in generation.rounds()]
+        generation.session.close(len(generation.text))
+        return tokens
+
+    def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[list[Any]]:
         barrier = threading.Barrier(len(prompts))
 
-        def run(prompt: Sequence[int]) -> Sequence[ScriptedRound]:
+        def run(prompt: Sequence[int]) -> list[Any]:
             with mx.stream(generation_stream):
                 barrier.wait()
-                return self._script(prompt)
+                return self._drafted(prompt)
 
         before = sys.getswitchinterval()
         # threads take turns so often that what they share shows
@@ -214,40 +201,38 @@ class DrafterConformance(Conformance):
     def rewinds(self) -> str:
         """After any verdict, the proposal is that of a session that saw the same text."""
         compared = 0
-        for prompt, sampling in itertools.product(self.prompts, SAMPLINGS):
+        for case in itertools.product(self.prompts, SAMPLINGS):
             before: list[int] = []
-            for round_ in self._rounds(self._begin(prompt, sampling)):
+            for draft, emitted in self.begin(*case).rounds():
                 # it sees the text, and is never asked
-                watcher = self._begin(prompt, sampling)
+                watcher, size = self.begin(*case), len(draft)
                 for token in before:
-                    self._observe(watcher, [token])
-                draft = self._propose(watcher, len(round_.tokens) or 1)
-                expected = to_list(draft.tokens)
-                what = f"after {len(before)} tokens it proposed {round_.tokens}; a session that "
-                what += f"saw the same text, and was never asked before, proposes {expected}"
-                self.require(round_.tokens == expected[: len(round_.tokens)], f"{what}.")
-                is_same = round_.logprobs is None or _close(round_.logprobs, draft.logprobs)
+                    watcher.observe([token])
+                expected = watcher.propose(size or 1)
+                what = f"after {len(before)} tokens it proposed {draft.tokens}; a session that saw "
+                what += f"the same text, and was never asked before, proposes {expected.tokens}"
+                self.require(draft.tokens == expected.tokens[:size], f"{what}.")
+                is_same = not size or draft.logprobs is None or _is_close(draft, expected)
                 self.require(is_same, f"{what}, and declares another distribution.")
-                before += round_.emitted
+                before += emitted
                 compared += 1
         return f"{compared} proposals are those of a session that never drafted"
 
     def distribution(self) -> str:
         """Tokens drawn at random follow the distribution that was declared for them."""
-        drawn, declared = np.zeros(self.vocab_size), np.zeros(self.vocab_size)
-        firsts: dict[int, mx.array] = {}
+        drawn, declared = np.zeros((2, self.vocab_size))
+        firsts: dict[int, Draft] = {}
         for seed in range(self.num_draws):
             which = seed % len(self.prompts)
-            generation = self._begin(self.prompts[which], AT_ONE, seed)
-            draft = self._propose(generation, 1 + seed % 2)
+            draft = self.begin(self.prompts[which], AT_ONE, seed).propose(1 + seed % 2)
             if draft.logprobs is None:
                 if seed >= 20 and not drawn.any():
                     return "its drafts are point masses, there is none to test"
                 continue
-            is_same = _close(draft.logprobs[:1], firsts.setdefault(which, draft.logprobs[:1]))
+            is_same = _is_close(draft.head(1), firsts.setdefault(which, draft))
             self.require(is_same, "what is declared for the first token changes with the seed.")
             declared += np.exp(np.array(draft.logprobs, np.float64)).sum(0)
-            np.add.at(drawn, to_list(draft.tokens), 1)
+            np.add.at(drawn, draft.tokens, 1)
         test = ChiSquare.of(drawn, declared)
         found = (
             f"{drawn.sum():.0f} drawn tokens, chi-square {test.statistic:.0f}, "
@@ -260,14 +245,13 @@ class DrafterConformance(Conformance):
 
     def memory(self) -> str:
         """A session ends with its generation, and needs no more memory a token as texts grow."""
-        generation = self._begin(self.prompts[0])
-        last = list(self._rounds(generation))[-1]
+        generation = self.begin(self.prompts[0])
+        *_, (_, emitted) = generation.rounds()
         # inside of a round
-        # __slots__ may have none
-        self._close(generation, len(generation.text) - len(last.emitted) + 1)
+        generation.session.close(len(generation.text) - len(emitted) + 1)
         session = as_given(generation.session)
-        can_refer = hasattr(session, "__weakref__")
-        held = weakref.ref(session) if can_refer else lambda: None
+        # a class with __slots__ may have no place for references
+        held = weakref.ref(session) if hasattr(session, "__weakref__") else lambda: None
         del generation, session
         gc.collect()
         self.require(held() is None, "a closed session is still held by something.")
@@ -282,96 +266,100 @@ class DrafterConformance(Conformance):
 
     def _memory_at(self, *lengths: int) -> list[int]:
         """Bytes in use after so many tokens of one text, which come in pairs."""
-        generation, coins, held = self._begin(self.prompts[0]), random.Random(0), []
+        generation, coins, held = self.begin(self.prompts[0]), random.Random(0), []
         tracemalloc.start()
         try:
             for length in lengths:
                 while len(generation.text) < len(self.prompts[0]) + length:
-                    self._observe(generation, coins.choices(range(self.vocab_size), k=2))
+                    generation.observe(coins.choices(range(self.vocab_size), k=2))
                 held.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
         return held
 
-    # What the checks are made of
-
-    def _begin(
+    def begin(
         self, prompt: Sequence[int], sampling: Sampling | None = GREEDY, seed: int = 0
     ) -> ScriptedGeneration:
-        noise = NotedNoise(seed)
+        """A generation of the drafter."""
+        noise, drafter = NotedNoise(seed), as_drafter(self.subject)
         context = DraftContext(
             sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
         )
-        drafter = as_drafter(self.subject)
         drafter.check(context)
         with self.blaming("begin()", part="protocol"):
             session = begin_session(drafter, LoopsOwn(prompt), context)
-            return ScriptedGeneration(session, list(prompt), noise)
+            return ScriptedGeneration(self, session, list(prompt), noise)
 
-    def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
-        drawn, num_drawn = generation.noise.drawn, len(generation.noise.drawn)
+
+@dataclass
+class ScriptedGeneration:
+    """A session, its text and its noise: what the loop does with them, without a model.
+
+    num_decided: draws of the noise that are of decided drafts.
+    """
+
+    check: DrafterConformance
+    session: Session
+    text: list[int]
+    noise: NotedNoise
+    num_decided: int = 0
+
+    def propose(self, limit: int) -> Draft:
+        """A draft with its tokens as a list, if the loop would take it and its noise is its own."""
+        require, blaming = self.check.require, self.check.blaming
+        drawn, num_drawn = self.noise.drawn, len(self.noise.drawn)
         with mx.stream(generation_stream):
-            draft = proposing(generation.session, "")(limit)
-            self._check_draft(draft, limit)
-        new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
-        is_fresh = len({*new}) == len(new) and not {*new} & {*decided}
-        self.require(
-            draft.logprobs is None or is_fresh,
-            f"after {len(generation.text)} tokens of text it drew two tokens from the same "
-            "noise, or one from that of an earlier draft. What is emitted is then biased.",
+            draft = proposing(self.session, "")(limit)
+            kind = type(draft).__name__
+            require(isinstance(draft, Draft), f"propose() returned {kind}.", part="protocol")
+            with blaming("propose()", part="protocol"):
+                check_draft(draft, self.check.vocab_size)
+                tokens = to_list(draft.tokens)
+                check_drafted(tokens, self.check.vocab_size)
+            draft, size = replace(draft, tokens=tokens), len(tokens)
+            require(size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol")
+            is_whole = draft.evidence is None or len(draft.evidence) == size
+            require(is_whole, "evidence has to be one for each token.", part="protocol")
+            if draft.logprobs is not None and size:
+                own: Any = draft.logprobs[mx.arange(size), to_ids(tokens)][:, None]
+                masses: Any = mx.exp(draft.logprobs).sum(-1)
+                with blaming("propose()", part="distribution"):
+                    check_distribution(masses.tolist(), own.tolist())
+        new = drawn[num_drawn:]
+        require(
+            draft.logprobs is None or len({*new} - {*drawn[: self.num_decided]}) == len(new),
+            f"after {len(self.text)} tokens of text it drew two tokens from the same noise, or one "
+            "from that of an earlier draft. What is emitted is then biased.",
             part="noise",
         )
         return draft
 
-    def _observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
-        generation.text += tokens
-        generation.num_decided = len(generation.noise.drawn)
-        with self.blaming("observe()", part="protocol"):
-            generation.session.observe(LoopsOwn(tokens))
+    def observe(self, tokens: list[int]) -> None:
+        """Go on with the tokens."""
+        self.text += tokens
+        self.num_decided = len(self.noise.drawn)
+        with self.check.blaming("observe()", part="protocol"):
+            self.session.observe(LoopsOwn(tokens))
 
-    def _close(self, generation: ScriptedGeneration, length: int | None = None) -> None:
-        generation.session.close(len(generation.text) if length is None else length)
+    def rounds(self) -> Iterator[tuple[Draft, list[int]]]:
+        """Drafts, and the tokens emitted after each.
 
-    def _rounds(self, generation: ScriptedGeneration) -> Iterator[ScriptedRound]:
-        """Play rounds; every number of accepted tokens comes up, and some proposals are dropped."""
+        Every number of accepted tokens comes up, and some proposals are dropped.
+        """
         for i in range(NUM_ROUNDS):
             limit = LIMITS[i % len(LIMITS)]
-            if generation.session.cheap:
+            if self.session.cheap:
                 # the loop looks whether there is something
-                self._propose(generation, limit)
-            draft = self._propose(generation, limit)
+                self.propose(limit)
+            draft = self.propose(limit)
             tokens = to_list(draft.tokens)
-            most, after = len(tokens), (7 * i) % self.vocab_size
+            most, after = len(tokens), (7 * i) % self.check.vocab_size
             num_accepted = (0, most, most // 2, most, min(1, most))[i % 5]
             if tokens[num_accepted : num_accepted + 1] == [after]:  # it was rejected
-                after = (after + 1) % self.vocab_size
+                after = (after + 1) % self.check.vocab_size
             emitted = [*tokens[:num_accepted], after]
-            self._observe(generation, emitted)
-            yield ScriptedRound(tokens, draft.logprobs if tokens else None, emitted)
-
-    def _script(self, prompt: Sequence[int]) -> list[ScriptedRound]:
-        generation = self._begin(prompt, AT_ONE)
-        rounds = list(self._rounds(generation))
-        self._close(generation)
-        return rounds
-
-    def _check_draft(self, draft: Draft, limit: int) -> None:
-        """Raise for a draft that the loop would refuse, and for one that is too long."""
-        self.require(
-            isinstance(draft, Draft), f"propose() returned {type(draft).__name__}.", part="protocol"
-        )
-        with self.blaming("propose()", part="protocol"):
-            check_draft(draft, self.vocab_size)
-            check_drafted(to_list(draft.tokens), self.vocab_size)
-        size = len(draft)
-        self.require(size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol")
-        is_whole = draft.evidence is None or len(draft.evidence) == size
-        self.require(is_whole, "evidence has to be one for each token.", part="protocol")
-        if draft.logprobs is not None and size:
-            own: Any = draft.logprobs[mx.arange(size), to_ids(draft.tokens)][:, None]
-            masses: Any = mx.exp(draft.logprobs).sum(-1)
-            with self.blaming("propose()", part="distribution"):
-                check_distribution(masses.tolist(), own.tolist())
+            self.observe(emitted)
+            yield draft, emitted
 
 
 def default_prompts(vocab_size: int) -> list[list[int]]:
@@ -383,9 +371,9 @@ def default_prompts(vocab_size: int) -> list[list[int]]:
     return [[*phrase, *noisy, *phrase[:6]], phrase[:3] * 6, [1 % vocab_size]]
 
 
-def _close(got: mx.array, expected: mx.array | None) -> bool:
-    """True if the rows of `got` are the first rows of `expected`, as probabilities."""
-    if expected is None:
+def _is_close(draft: Draft, expected: Draft) -> bool:
+    """True if the rows of a draft are the first rows of the expected, as probabilities."""
+    if draft.logprobs is None or expected.logprobs is None:
         return False
-    a, b = mx.exp(got), mx.exp(expected[: len(got)])
+    a, b = mx.exp(draft.logprobs), mx.exp(expected.logprobs[: len(draft)])
     return bool(mx.allclose(a, b, atol=TOLERANCE).item())

@@ -53,7 +53,7 @@ from specdec_mlx.lab.proof.subject import (
     with_remembered_models,
 )
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.trees.rules import tree_rule_for
+from specdec_mlx.trees.tree_rules import tree_rule_for
 
 SURE = 0.9  # power from which a fault counts as one that would have been found
 
@@ -126,18 +126,20 @@ def judged(
 class Draws:
     """Drafted tokens, by the mass of likelier ones in the declared distribution.
 
-    counts: [2 + F, NUM_BINS] drawn, declared, and expected of each of the faults. proposals, cut:
-    drafts, and those shorter than asked for.
+    counts: [2 + F, NUM_BINS] drawn, declared, and expected of each of the faults. proposals, cut,
+    trees: drafts, those shorter than asked for, and those that fork.
     """
 
     counts: Counts = field(default_factory=lambda: np.zeros((2 + len(DRAFT_FAULTS), NUM_BINS)))
     proposals: int = 0
     cut: int = 0
+    trees: int = 0
 
     def add(self, draft: Draft, limit: int) -> None:
         """Note a proposal that up to `limit` tokens were asked for."""
         self.proposals += 1
         self.cut += len(draft) < limit
+        self.trees += draft.parents is not None
         if draft.logprobs is None:
             return
         for token, row in zip(to_list(draft.tokens), draft.logprobs, strict=True):
@@ -193,47 +195,33 @@ def check_declared(draws: Draws) -> Finding:
 # Texts --------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class Texts:
     """Texts of `NUM_TOKENS` tokens after one context; `draws` takes what is drafted.
 
     They are short, so that their first token is drafted too; see `loop.SHORT`.
     """
 
-    subject: Subject
-    context: list[int]
-    draws: Draws
-    tokens: list[Tokens] = field(default_factory=list)
-    drafted: int = 0
-    accepted: int = 0
-    trees: int = 0
-
-    def __post_init__(self) -> None:
-        given, context = self.subject, self.context
-        self.target = Remembered(given.model, context)
-        drafter = with_remembered_models(given.drafter, context)
-        self.asked = replace(given, drafter=drafter)
-        alone = Alone(drafter, given.model, self.add)
+    def __init__(self, subject: Subject, context: list[int], draws: Draws) -> None:
+        self.context = context
+        self.tokens: list[Tokens] = []
+        self.drafted = self.accepted = 0
+        self.target = Remembered(subject.model, context)
+        drafter = with_remembered_models(subject.drafter, context)
+        self.asked = replace(subject, drafter=drafter)
         session = self.asked.begin(context, prefill_step_size=CHUNK)
-        self.forks = session.propose(NUM_IN_TREE).parents is not None
-        length = NUM_IN_TREE if self.forks else NUM_DRAFT
-        self.drawing: Subject = replace(
-            given, model=self.target, drafter=alone, num_draft_tokens=length
-        )
-
-    def add(self, draft: Draft, limit: int) -> None:
-        """Note a proposal that up to `limit` tokens were asked for."""
-        self.draws.add(draft, limit)
-        takes_trees = tree_rule_for(self.subject.rule) is not None
-        self.trees += takes_trees and draft.parents is not None
+        forks = session.propose(NUM_IN_TREE).parents is not None
+        length = NUM_IN_TREE if forks else NUM_DRAFT
+        self.room = length - NUM_DRAFT
+        alone = Alone(drafter, subject.model, draws.add)
+        self.drawing = replace(subject, model=self.target, drafter=alone, num_draft_tokens=length)
 
     def draw(self, seed: int) -> None:
         """One more text, by the loop."""
         items = replace(self.drawing, seed=seed).text(
             self.context,
             NUM_TOKENS,
-            room=NUM_IN_TREE - NUM_DRAFT if self.forks else 0,
-            sampler=self.subject.sampling,
+            room=self.room,
+            sampler=self.drawing.sampling,
             prefill_step_size=CHUNK,
         )
         self.tokens.append(tuple(item.token for item in items))
@@ -243,13 +231,13 @@ class Texts:
     def target_probs(self, continuation: Tokens) -> Probs:
         """Probabilities [V] of the token after the context and a continuation."""
         logits = self.target.after([*self.context, *continuation])
-        return probabilities(self.subject.sampling.log_distribution(logits))
+        return probabilities(self.asked.sampling.log_distribution(logits))
 
     def draft_probs(self, continuation: Tokens) -> Probs | None:
         """Probabilities [V] that the drafter declares there; None where it proposes nothing."""
         text = [*self.context, *continuation]
         session = self.asked.begin(text, prefill_step_size=CHUNK)
-        return first_probs(session.propose(1), self.subject.vocab_size)
+        return first_probs(session.propose(1), self.asked.vocab_size)
 
 
 class Cells:
@@ -369,7 +357,7 @@ def check_joint(
     }
     off = np.concatenate([one.expected(biased) for one in cells])
     numbers |= {
-        "trees": sum(group.trees for group in groups),
+        "trees": draws.trees if tree_rule_for(subject.rule) else 0,
         "power_against_bias": power(off, right),
         "texts_to_find_bias": math.ceil(count * growth_for(off, right, SURE)),
     }

@@ -19,8 +19,8 @@ import numpy as np
 
 from specdec_mlx.contracts import chain
 from specdec_mlx.rules import CoinRule
-from specdec_mlx.trees.rules import TreeCoinRule
 from specdec_mlx.trees.shape import path_to
+from specdec_mlx.trees.tree_rules import TreeCoinRule
 
 NUM_STATES = 7
 SHAPES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (5, 1))

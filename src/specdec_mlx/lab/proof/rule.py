@@ -30,6 +30,7 @@ from specdec_mlx.lab.proof.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.lab.proof.conformance import Conformance
 from specdec_mlx.lab.proof.law import (
     Comparison,
+    Drawn,
     Tokens,
     continued,
     enumerated,
@@ -38,6 +39,7 @@ from specdec_mlx.lab.proof.law import (
     pairs,
     sources,
     state_after,
+    up_to,
 )
 from specdec_mlx.rules import CoinRule
 from specdec_mlx.sampling import Noise, Sampling
@@ -109,12 +111,10 @@ class Question:
 def questions(sampler: Callable[[mx.array], mx.array]) -> Iterator[Question]:
     """Drafts of 1 to 3 tokens, each as one that was drawn and as a point mass."""
     for seed, (target, draft, num_draft, _) in enumerate([*pairs(), *pairs()]):
-        rng, tokens = np.random.default_rng(seed), tuple[int, ...]()
-        for _ in range(num_draft):
-            probs = draft.after(0, tokens)
-            tokens = (*tokens, int(rng.choice(len(probs), p=probs)))
-        logprobs, draft_logprobs = _log(target.along(0, tokens)), _log(draft.along(0, tokens)[:-1])
-        for declared in (draft_logprobs, None):
+        drafts = list(Drawn(draft, up_to(num_draft)).drafts(0))
+        _, tokens, probs = drafts[seed % len(drafts)]
+        logprobs = _log(target.along(0, tokens))
+        for declared in (_log(probs), None):
             yield Question(logprobs, tokens, declared, sampler, Noise(seed))
 
 
@@ -176,20 +176,18 @@ class RuleConformance(Conformance):
         is_same = moved == global_state[0].tolist()
         self.require(is_same, "deciding moved MLX's global random state.")
         for question in (self.asked[0], self.asked[-1]):
+
+            def traced(logprobs: mx.array, question: Question = question) -> list[mx.array]:
+                answer = replace(question, logprobs=logprobs).ask(self.subject)
+                return list(answer.arrays().values())
+
             try:
-                mx.compile(partial(self._arrays, question))(question.logprobs)
+                mx.compile(traced)(question.logprobs)
             except ValueError as error:  # a trace has no numbers
                 self.require("[eval]" in str(error), f"decide() raised {error}.")
-                self.require(
-                    False,
-                    "decide() waits for numbers; a round waits once, after the verdict.",
-                    LAZY,
-                )
+                what = "decide() waits for numbers; a round waits once, after the verdict."
+                self.require(False, what, LAZY)
         return f"{len(self.asked)} answers are the same again, and none is waited for"
-
-    def _arrays(self, question: Question, logprobs: mx.array) -> list[mx.array]:
-        answer = replace(question, logprobs=logprobs).ask(self.subject)
-        return list(answer.arrays().values())
 
     def greedy(self) -> str:
         """At temperature 0, and with samplers that can only be called, the target decides.
@@ -340,18 +338,17 @@ class _OwnNoise(Noise):
 
 def _vectorised(
     decide: Callable[..., dict[str, mx.array]], *given: mx.array
-) -> list[dict[str, Any]]:
-    """Results for each row of what is given; one by one where MLX has to."""
+) -> Iterator[dict[str, Any]]:
+    """Numbers for each row of what is given; one by one where MLX has to."""
     try:
-        results = mx.vmap(decide)(*given)
-        mx.eval(results)
+        arrays = mx.vmap(decide)(*given)
+        columns = [array.tolist() for array in arrays.values()]
+        yield from (dict(zip(arrays, row, strict=True)) for row in zip(*columns, strict=True))
     except ValueError as error:
         if "vmap" not in str(error):
             raise
-        rows = [decide(*row) for row in zip(*given, strict=True)]
-        results = {name: mx.stack([row[name] for row in rows]) for name in rows[0]}
-    columns: Any = [array.tolist() for array in results.values()]
-    return [dict(zip(results, row, strict=True)) for row in zip(*columns, strict=True)]
+        for row in zip(*given, strict=True):
+            yield {name: array.tolist() for name, array in decide(*row).items()}
 
 
 def _log(probs: np.ndarray) -> mx.array:

@@ -11,8 +11,8 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import compress, islice
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -32,17 +32,17 @@ from specdec_mlx.contracts import (
     Session,
     shares_noise,
 )
-from specdec_mlx.exactness.features import FeatureFeed
+from specdec_mlx.duck_typed import as_drafter, as_given, begin_session
+from specdec_mlx.exactness.feature_feed import FeatureFeed
 from specdec_mlx.exactness.probe import places_of
 from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.ranks import Ranks
 from specdec_mlx.sampling import Noise, Sampling
-from specdec_mlx.strangers import as_drafter, as_given, begin_session
 from specdec_mlx.target import Verifier, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.trees.passes import VIEWS, view_class
+from specdec_mlx.trees.tree_pass import VIEWS, view_class
 
 Item = TypeVar("Item")
 
@@ -192,14 +192,15 @@ class Remembered(nn.Module):  # type: ignore[misc]
     def __init__(self, model: nn.Module, context: list[int]) -> None:
         """context: [n > 0] common tokens."""
         super().__init__()
-        caches, known = make_prompt_cache(model), dict[tuple[int, ...], mx.array]()
+        caches = make_prompt_cache(model)
         if len(context) > 1:
             begun = mx.array(context[:-1])
             list(generate_step(begun, model, max_tokens=0, prompt_cache=caches))
         inside = mx.full((vocab_size_of(model),), mx.nan)
-        held = {"context": tuple(context), "caches": caches, "inside": inside}
         # attributes of the module itself would be weights and layers to MLX
-        self._held: Any = SimpleNamespace(model=model, known=known, **held)
+        self._held: Any = SimpleNamespace(
+            model=model, context=tuple(context), caches=caches, inside=inside, known={}
+        )
         for place in places_of(self):  # each row is looked up by its own path
             place.exact |= {True: True, False: True}
 
@@ -209,26 +210,22 @@ class Remembered(nn.Module):  # type: ignore[misc]
 
     def __call__(self, ids: mx.array, cache: list[_TokenCache]) -> mx.array:
         """Logits [1, S, V] after each of ids [1, S]; NaN within the common context."""
-        before, rows = cache[0].offset, ids[:, None, :, None]
+        rows = ids[:, None, :, None]
         held, _ = cache[0].update_and_fetch(rows, rows)
         fed = to_list(held[0, 0, :, 0])
-        if (layout := getattr(cache[0], "rows", None)) is not None:
-            start, sees = before - layout.num_fed, np.array(layout.sees)
-            paths = [np.flatnonzero(row) + start for row in sees]
-            texts = [[*fed[:start], *(fed[i] for i in path)] for path in paths]
-            # the leaves first: a pass over one brings the rows above it
-            rows_of = [self.after(text) for text in reversed(texts)]
-            return mx.stack(rows_of[::-1])[None]
-        self.after(fed)  # one pass for all that are not known
-        return mx.stack([self.after(fed[:end]) for end in range(before + 1, len(fed) + 1)])[None]
+        layout = getattr(cache[0], "rows", None)
+        sees = np.tri(ids.shape[1]).tolist() if layout is None else layout.sees.tolist()
+        start = len(fed) - len(sees[0])
+        texts = [[*fed[:start], *compress(fed[start:], row)] for row in sees]
+        # the longest text first: its pass brings the rows of those before it
+        return mx.stack([self.after(text) for text in reversed(texts)][::-1])[None]
 
     def after(self, tokens: Sequence[int]) -> mx.array:
         """Logits [V]; not a number for a text that ends within the common context."""
         held, text = self._held, tuple(tokens)
         num_common = len(held.context)
         if len(text) < num_common and text == held.context[: len(text)]:
-            inside: mx.array = held.inside
-            return inside
+            return held.inside  # type: ignore[no-any-return]
         if text not in held.known:
             start, caches = 0, make_prompt_cache(held.model)
             if text[:num_common] == held.context:
@@ -237,10 +234,9 @@ class Remembered(nn.Module):  # type: ignore[misc]
             mx.eval(logits)
             if len(held.known) >= MOST_ROWS:
                 held.known.clear()
-            rows = {text[: start + i + 1]: row for i, row in enumerate(logits)}
-            held.known = rows | held.known
-        known: mx.array = held.known[text]
-        return known
+            for end, row in enumerate(logits, start + 1):
+                held.known.setdefault(text[:end], row)
+        return held.known[text]  # type: ignore[no-any-return]
 
 
 class _TokenCache(KVCache):  # type: ignore[misc]
@@ -261,9 +257,9 @@ def with_remembered_models(part: Any, context: list[int]) -> Any:
     if not dataclasses.is_dataclass(part) or as_drafter(part).features is not None:
         return part
     changed = copy.copy(part)
-    for field in dataclasses.fields(part):
-        value = with_remembered_models(getattr(part, field.name), context)
-        object.__setattr__(changed, field.name, value)
+    for member in dataclasses.fields(part):
+        value = with_remembered_models(getattr(part, member.name), context)
+        object.__setattr__(changed, member.name, value)
     return as_drafter(changed)
 
 
@@ -275,8 +271,8 @@ class Alone(Drafter):
     """
 
     drafter: Drafter
-    model: nn.Module
-    see: Callable[[Draft, int], object] = lambda draft, limit: None
+    model: nn.Module = field(repr=False)
+    see: Callable[[Draft, int], object] = field(default=lambda draft, limit: None, repr=False)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> _AloneSession:
         """Start a generation."""
@@ -287,18 +283,16 @@ class _AloneSession(Session):
     """A session, and the target's pass over its text."""
 
     def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
+        self._alone, self._tokens = alone, list(prompt)
         self._session = begin_session(alone.drafter, list(prompt), context)
-        self._propose, self._note = proposing(self._session, ""), alone.see
-        self.cheap = self._session.cheap
-        self._tokens = list(prompt)
-        rollback = Rollback.of(alone.model)
-        self._target = Verifier(alone.model, rollback, probe=False)
+        self._target = Verifier(alone.model, Rollback.of(alone.model), probe=False)
         self._feed = FeatureFeed.between(alone.drafter, self._session, self._target)
+        self.cheap = self._session.cheap
+        self._read()
 
     def propose(self, limit: int) -> Draft:
-        self._read()
-        draft = self._propose(limit)
-        self._note(draft, limit)
+        draft = proposing(self._session, "")(limit)
+        self._alone.see(draft, limit)
         return draft
 
     def observe(self, tokens: Sequence[int]) -> None:

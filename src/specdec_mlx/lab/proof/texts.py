@@ -203,18 +203,21 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Find
 
     The text is the target's own in any case, so the part passes; the verdict says what does better.
     """
-    subject = replace(subject, num_draft_tokens=subject.num_asked)
     variations = list(drafter.head.variations())
-    heads = [drafter.head, *(variation.head for variation in variations)]
-    drafted, accepted = np.zeros((2, len(heads)))
+    readings = [
+        replace(
+            subject,
+            drafter=replace(drafter, head=head, greedy=True),
+            num_draft_tokens=subject.num_asked,
+        )
+        for head in (drafter.head, *(variation.head for variation in variations))
+    ]
+    drafted, accepted = np.zeros((2, len(readings)))
     texts = 0
     for prompt in work.each(subject.prompts):
-        for i, head in enumerate(heads):
-            reading = replace(drafter, head=head, greedy=True)
-            with_it = replace(subject, drafter=reading)
-            stats = with_it.text(prompt, VARIED_TOKENS)[-1].stats
-            drafted[i] += stats.drafted
-            accepted[i] += stats.accepted
+        stats = [reading.text(prompt, VARIED_TOKENS)[-1].stats for reading in readings]
+        drafted += [one.drafted for one in stats]
+        accepted += [one.accepted for one in stats]
         texts += 1
     shares = accepted / np.maximum(drafted, 1)
     share, *others = shares.tolist()

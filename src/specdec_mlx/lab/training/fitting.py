@@ -120,7 +120,6 @@ SECONDS = 120.0  # between two checkpoints
 ONE_STEP = 0.8  # share of a training in which a head drafts one token from each place
 MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
 MEASUREMENTS = 8  # on held-out text, in a training
-FIRST = 60.0  # seconds of updates after which the rest is estimated
 
 
 @dataclass(frozen=True)
@@ -164,45 +163,32 @@ def fit(
     every = max(1, total // MEASUREMENTS)
     rate, compare = rates(schedule.learning_rate, total), LOSSES[schedule.loss]
 
-    def seconds() -> float:
-        return clock.seconds() - progress.began
-
     def so_far() -> int:
-        return progress.step if schedule.minutes is None else int(seconds())
+        return progress.step if schedule.minutes is None else int(clock.seconds() - progress.began)
 
-    done, kept, is_told = so_far(), clock.seconds(), seconds() > FIRST
-    acceptance, losses = None, list[float]()
-    with progress_bar(
-        desc="training", total=total, initial=done, unit="", mininterval=1, miniters=0
-    ) as bar:
+    done, kept, acceptance, losses = so_far(), clock.seconds(), None, list[float]()
+    options: Any = {"desc": "training", "unit": "", "mininterval": 1, "miniters": 0}
+    with progress_bar(total=total, initial=done, **options) as bar:
         while done < total:
-            batch = trained.batch(
-                batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
-            )
+            indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
+            batch = trained.batch(indices)
             optimizer.learning_rate = rate(mx.array(done))
             most = 1 if trainee.is_recursive and done < ONE_STEP * total else None
             losses.append(update(trainee, optimizer, batch, compare, most))
             progress.step += 1
             progress.tokens += int(batch.counted.sum())
             before, done = done, so_far()
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens=progress.tokens, refresh=False)
             bar.update(min(done, total) - bar.n)
-            if not is_told and done and seconds() > FIRST:
-                is_told, whole = True, total / done
-                bar.write(
-                    f"At this pace it learns {progress.tokens * whole:,.0f} tokens in "
-                    f"{seconds() * whole / 60:.0f} min; docs/training.md has what as many brought."
-                )
             if done // every > before // every or done >= total:
                 acceptance = measure(trainee, held_out, len(held_out))
-                loss = float(np.mean(losses))
+                loss, losses = float(np.mean(losses)), []
                 point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
                 progress.curve.append(point | asdict(acceptance))
                 bar.write(
                     f"{progress.step} updates, {progress.tokens} tokens"
                     f": loss {loss:.3f}, held-out text: {acceptance}"
                 )
-                losses = []
             if clock.seconds() - kept > SECONDS:
                 keep(work / CHECKPOINT, trainee.module, optimizer, progress)
                 clock.keep()
@@ -320,35 +306,30 @@ def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
     """Acceptance on the first windows of a store."""
     runs: list[int] = []
     for i in progress_bar(range(min(most, len(store))), "measuring", leave=False, mininterval=1):
-        batch = store.batch([i])
-        runs += accepted_in_a_row(hits_of(trainee, batch), batch.answered[0], batch.counted[0])
+        runs += kept_of_drafts(trainee, store.batch([i]))
     kept = [sum(run > i for run in runs) / max(1, len(runs)) for i in range(trainee.num_steps)]
     return Acceptance(tuple(kept), len(runs))
 
 
-def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
-    """[k, window] True where the k-th token drafted after a position is the target's."""
-    hits = []
-    for states, first in trainee.predictions(batch):
-        starts = range(0, states.shape[1], trainee.rows_at_once)
-        parts = (states[0, start : start + trainee.rows_at_once] for start in starts)
-        ids = [np.array(mx.argmax(trainee.logits(x), axis=-1)) for x in parts]
-        tokens = np.concatenate(ids)
+def kept_of_drafts(trainee: Trainee, batch: Batch) -> list[int]:
+    """Tokens kept of each draft along the learnt part of a single window."""
+    answered, counted, best = batch.answered[0], batch.counted[0], batch.best[0]
+    is_right = np.zeros((trainee.num_steps, len(best)), bool)
+    num_rows = trainee.rows_at_once
+    for step, (states, first) in enumerate(trainee.predictions(batch)):
+        parts = (states[0, i : i + num_rows] for i in range(0, states.shape[1], num_rows))
+        tokens = np.concatenate([np.array(mx.argmax(trainee.logits(x), axis=-1)) for x in parts])
         if trainee.vocabulary is not None:
             tokens = np.array(trainee.vocabulary.ids)[tokens]
-        after = batch.best[0, first:]
-        found = tokens == after[: len(tokens)]
-        hits.append(np.pad(found, (first, len(after) - len(tokens))))
-    return np.stack(hits * (trainee.num_steps if trainee.reads_text else 1))
-
-
-def accepted_in_a_row(hits: np.ndarray, answered: np.ndarray, counted: np.ndarray) -> list[int]:
-    """Tokens kept of each draft, for hits [k, window] and `Batch.answered`, `counted` [window]."""
+        places = slice(first, first + len(tokens))
+        is_right[step, places] = tokens[: len(best) - first] == best[places]
+    if trainee.reads_text:
+        is_right[:] = is_right[0]
     runs, place = [], 0
     while place < len(counted):
         run = 0
         if answered[place] and counted[place]:
-            while run < len(hits) and counted[place + run] and hits[run, place + run]:
+            while run < len(is_right) and counted[place + run] and is_right[run, place + run]:
                 run += 1
             runs.append(run)
         place += run + 1

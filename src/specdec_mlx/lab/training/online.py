@@ -10,11 +10,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +27,7 @@ from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.writing import DraftSource
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.training.features import live_batch, load_json
 from specdec_mlx.lab.training.fitting import forward_kl, update
@@ -131,18 +131,15 @@ class OnlineDrafter(Drafter):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         """Start a generation."""
-        session: Any = self.drafter.begin(prompt, context)
-        source = session.source
-        source.on_close = partial(self._take, ref(source))
-        self.trainer.under_way.add(source)
+        session: Any = self.drafter.begin(prompt, replace(context, on_close=self._take))
+        self.trainer.under_way.add(session.source)
         return session
 
-    def _take(self, source: ref[Any], tokens: Sequence[int]) -> None:
+    def _take(self, source: DraftSource, tokens: Sequence[int]) -> None:
         """Take the text of a source that ends, and learn if no other is under way."""
         trainer = self.trainer
-        ended: Any = source()  # which calls this, and so is there
-        trainer.under_way.discard(ended)
-        trainer.add(tokens, ended.num_prompt)
+        trainer.under_way.discard(source)
+        trainer.add(tokens, source.num_prompt)
         if trainer.has_new_text and not trainer.under_way:
             self.learn()
 

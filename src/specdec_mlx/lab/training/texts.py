@@ -19,8 +19,8 @@ import numpy as np
 
 from specdec_mlx.batch_generation import batch_stream_generate
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.files import json_lines, read_text, text_lines
-from specdec_mlx.generation import encode
+from specdec_mlx.files import read_text, text_lines
+from specdec_mlx.lab.prompts import encode_messages, messages_of, read_lines
 from specdec_mlx.progress import progress_bar
 
 HELD_OUT_SHARE = 0.05  # part of the windows, or of the prompts, that is held out by default
@@ -36,13 +36,26 @@ def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
     A `.jsonl` file has one a line, in mlx-lm's formats: `text`, `prompt` and `completion`, of which
     the latter is learnt, or `messages`, of which the last is. Any other file is one document.
     """
+
+    def document(line: Any, number: int) -> list[Document]:
+        match line:
+            case {"text": str(text)}:
+                return [learnt(_encode(tokenizer, text))]
+            case {"prompt": str(prompt), "completion": str(completion)}:
+                begin = len(_encode(tokenizer, prompt))
+                return [learnt(_encode(tokenizer, prompt + completion), begin)]
+            case {"messages": [*before, {"role": "assistant"} as answer]}:
+                read = tokenizer.apply_chat_template(before, add_generation_prompt=True)
+                return [learnt(tokenizer.apply_chat_template([*before, answer]), len(read))]
+        raise TypeError
+
+    formats = "text, with prompt and completion, or with messages, the last of them the assistant's"
     for path in map(Path, paths):
-        if path.suffix == ".jsonl":
-            yield from (_document(where, line, tokenizer) for where, line in _lines(path))
-        else:
-            with _readable(path):
-                text = read_text(path)
-            yield learnt(_encode(tokenizer, text))
+        with _readable(path):
+            if path.suffix == ".jsonl":
+                yield from read_lines(path, document, formats)
+            else:
+                yield learnt(_encode(tokenizer, read_text(path)))
 
 
 def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -51,18 +64,15 @@ def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
     A `.jsonl` file has `turns`, of which the first is taken, `messages`, less an answer at their
     end, or `prompt`; any other file a question a line.
     """
-    prompts = []
-    for where, line in (found for path in paths for found in _lines(Path(path))):
-        match line:
-            case {"turns": [str(text), *_]} | {"prompt": str(text)} | str(text):
-                messages = [{"role": "user", "content": text}]
-            case {"messages": [*messages, {"role": "assistant"}] | [*messages]} if messages:
-                pass
-            case _:
-                raise TrainingError(f"{where}: expected an object with turns, messages or prompt.")
-        chat = tokenizer.has_chat_template
-        prompts.append(encode(tokenizer, messages if chat else messages[-1]["content"]))
-    return prompts
+    found: list[list[dict[str, str]]] = []
+    for path in map(Path, paths):
+        with _readable(path):
+            if path.suffix == ".jsonl":
+                each = lambda line, number: [messages_of(line)]  # noqa: E731
+                found += read_lines(path, each, "turns, messages or prompt")
+            else:
+                found += [messages_of(line) for _, line in text_lines(path)]
+    return [encode_messages(tokenizer, messages) for messages in found]
 
 
 @contextmanager
@@ -74,30 +84,6 @@ def _readable(path: Path) -> Iterator[None]:
         raise TrainingError(f"There is no file {path}. Give texts that can be read.") from error
     except ValueError as error:
         raise TrainingError(str(error)) from error
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Place and content of each line: JSON in a `.jsonl` file, or else text."""
-    read = json_lines if path.suffix == ".jsonl" else text_lines
-    with _readable(path):
-        for number, line in read(path):
-            yield f"{path}, line {number}", line
-
-
-def _document(where: str, line: Any, tokenizer: Any) -> Document:
-    match line:
-        case {"text": str(text)}:
-            return learnt(_encode(tokenizer, text))
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            begin = len(_encode(tokenizer, prompt))
-            return learnt(_encode(tokenizer, prompt + completion), begin)
-        case {"messages": [*before, {"role": "assistant"} as answer]}:
-            read = tokenizer.apply_chat_template(before, add_generation_prompt=True)
-            return learnt(tokenizer.apply_chat_template([*before, answer]), len(read))
-    raise TrainingError(
-        f"{where}: expected an object with text, with prompt and completion, or with messages, the "
-        "last of them the assistant's."
-    )
 
 
 def learnt(tokens: Sequence[int], begin: int = 0) -> Document:

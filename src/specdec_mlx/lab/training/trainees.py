@@ -29,7 +29,7 @@ from specdec_mlx.lab.papers.parallel_sampling import LOOK_AHEAD, LookAhead, look
 from specdec_mlx.lab.training.features import Batch, save_arrays, save_json
 from specdec_mlx.models.anatomy import Anatomy, StateReader
 from specdec_mlx.models.loading import explained
-from specdec_mlx.trees.passes import TreeLayout, takes_trees, tree_pass
+from specdec_mlx.trees.tree_pass import TreeLayout, takes_trees, tree_pass
 
 NORM_EPS = 1e-5
 LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}

@@ -34,6 +34,7 @@ def as_drafter(drafter: Any) -> Any:
         return StrangersDrafter(drafter)
     if isinstance(drafter, type):
         instead = f"give {short_repr(drafter)}()"
+    # A common slip: mlx_lm.load returns model and tokenizer.
     elif isinstance(drafter, tuple):
         instead = "of mlx_lm.load(...) give the model alone; several drafters are a list"
     else:
@@ -147,6 +148,21 @@ class StrangersSession(Session):
     def forks(self) -> bool:
         return bool(self._get("forks", False))
 
+    def candidates(self, limit: int) -> Sequence[Draft]:
+        """The stranger's, or its draft."""
+        drafts: Sequence[Draft] = self._get("candidates", super().candidates)(limit)
+        return drafts
+
+    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
+        """The stranger's draft after the text and `tokens`."""
+        draft: Draft = self.stranger.propose_after(tokens, limit)
+        return draft
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if the stranger does."""
+        return hasattr(self.stranger, "propose_after")
+
     def see(self, features: FeatureRows) -> None:
         self.stranger.see(features)
 
@@ -174,6 +190,8 @@ class StrangersSession(Session):
 
     def _adapted(self, keyed: Sequence[tuple[str, Any]]) -> list[tuple[str, Session]]:
         return [
+            # A session that lists itself among its parts must stay this object, by which the parts
+            # are compared.
             (key, self if session is self.stranger else as_session(session, self.made_by))
             for key, session in keyed
         ]

@@ -40,7 +40,6 @@ class Predicted(Wrapper):
     prediction: Sequence[int]
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Index the end of the prompt, the predicted text and the prompt."""
         # With the end of the prompt in front of it, the beginning of the prediction is found first.
         end = prompt[-self.drafter.max_ngram :]
         return self.drafter.begin([*end, *self.prediction, *prompt], context)
@@ -53,7 +52,6 @@ def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
 
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
-    """The drafter, with the caches of its draft models kept in `store`."""
     if isinstance(drafter, Several):
         changed: Drafter = drafter.with_each(lambda part: keeping_caches(part, store))
         return changed
@@ -79,7 +77,6 @@ class CachedModelDrafter(Wrapper):
         return "draft model", _loaded(self.drafter.model)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Begin with the caches in the store that hold the longest part of the prompt."""
         if context.draft_cache is not None or self.drafter.shared_with(context) is not None:
             return self.drafter.begin(prompt, context)
         caches, rest = self.store.fetch_nearest_cache(self.place, list(prompt))

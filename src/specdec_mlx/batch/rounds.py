@@ -159,7 +159,6 @@ class BatchGeneration:
             current = [pair for pair in following if pair[0].finish_reason is None]
 
     def _next_pass(self, ahead: Rounds) -> Rounds:
-        """The next pass under way. None if a text waits for a slot, or all have ended."""
         if ahead:
             self.is_pipelined = not self._would_draft()
             # The pass may have rows of texts that have just ended. Their tokens are dropped.
@@ -169,7 +168,6 @@ class BatchGeneration:
         return self._verify(self._propose())
 
     def _admit(self) -> Iterator[None]:
-        """Read on in prompts, and let in the texts whose prompts are read."""
         self._begin()
         self._read_together()
         for text in self.schedule.to_read():
@@ -183,14 +181,12 @@ class BatchGeneration:
             self._begin()
 
     def _begin(self) -> None:
-        """Begin texts while there are slots for them."""
         while taken := self.schedule.take():
             uid, request = taken
             with self._alone(uid):
                 self.schedule.reading.append(self.begin_text(uid, request))
 
     def _let_in(self, text: BatchText) -> None:
-        """Let a text in if its prompt is read. A text that has ended meanwhile leaves."""
         with self._alone(text.uid, text), mx.stream(self.options.stream):
             if text.finish_reason is not None:
                 self.schedule.reading.remove(text)
@@ -221,7 +217,6 @@ class BatchGeneration:
         self.schedule.join(texts)
 
     def begin_text(self, uid: int, request: Request) -> BatchText:
-        """A text whose drafter has begun and whose prompt is unread."""
         drafting = request.drafting or OwnDrafting(self.drafter, self.options.rule)
         # A deep copy shares the buffers until one of the copies is written to.
         caches = copy.deepcopy(request.prompt_cache)
@@ -232,8 +227,8 @@ class BatchGeneration:
             seed=request.seed,
             rule=drafting.rule,
             logits_processors=request.logits_processors,
-            prefill_stops=request.stops,
-            prompt_progress_callback=request.on_progress,
+            prefill_stops=request.prefill_stops,
+            prompt_progress_callback=request.prompt_progress_callback,
         )
         generation = assemble(
             self.model,
@@ -255,14 +250,12 @@ class BatchGeneration:
         return BatchText(uid, request, generation, generation.target)
 
     def length_of_text(self, choice: int | str | DraftLength | None = None) -> DraftLength:
-        """The draft length of one text: `choice`, or else the batch's."""
         if choice is None and self.shared is not None:
             return RowLength(self.shared)
         choice = copy.deepcopy(self.options.num_draft_tokens if choice is None else choice)
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:
-        """A draft for each text, cut to one width if the texts share a draft length."""
         drafts = []
         for text in self.schedule.writing:
             draft = NO_DRAFT
@@ -304,7 +297,6 @@ class BatchGeneration:
                 text.finish_reason = "removed"
 
     def _verify(self, drafts: Sequence[Draft]) -> Rounds:
-        """Start the pass over all pending tokens and drafts."""
         self.is_pipelined = not any(map(len, drafts))
         to_verify = []
         for text, draft in zip(self.schedule.writing, drafts, strict=True):
@@ -360,7 +352,6 @@ class BatchGeneration:
         return rounds
 
     def _accept(self, current: Rounds, ahead: Rounds) -> list[Outcome]:
-        """Wait for the pass, and append accepted tokens and next tokens to the texts."""
         with mx.stream(self.options.stream):
             for _, round_ in current:
                 # Wait for all texts before the clock is read. The loop below then runs on the host
@@ -389,7 +380,6 @@ class BatchGeneration:
         return outcomes
 
     def _leave(self) -> None:
-        """Take out the texts that have ended."""
         texts = self.schedule.writing
         staying = [i for i, text in enumerate(texts) if text.finish_reason is None]
         if len(staying) == len(texts):
@@ -401,7 +391,7 @@ class BatchGeneration:
                     text.keep_caches(self.passes.extract(i), complete=self.completes_caches)
         with mx.stream(self.options.stream):
             self.passes.keep(staying)
-        self.schedule.part()
+        self.schedule.move_ended()
 
         def finish(text: BatchText) -> None:
             with self._alone(text.uid, text):
@@ -412,7 +402,6 @@ class BatchGeneration:
     def _emit(
         self, current: Rounds, outcomes: Sequence[Outcome], following: Rounds
     ) -> Iterator[BatchToken]:
-        """Hand out the tokens of a round while the next pass runs."""
         next_of = {text.uid: round_ for text, round_ in following}
         for (text, round_), outcome in zip(current, outcomes, strict=True):
             left = len(outcome.tokens)

@@ -266,5 +266,4 @@ ON_TREES: dict[type, TreeRule] = {
 
 
 def tree_rule_for(rule: Any) -> Any:
-    """The rule for trees that belongs to a rule. None if it has none."""
     return rule if hasattr(rule, "decide_tree") else ON_TREES.get(type(rule))

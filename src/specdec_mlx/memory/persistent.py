@@ -23,10 +23,10 @@ from specdec_mlx.models.loading import PerModel
 SAVE_EVERY = 60.0  # seconds between two savings of an opened file: what a killed process loses
 
 
-K = TypeVar("K", bound="KeptFile")
+K = TypeVar("K", bound="PersistentStore")
 
 
-class KeptFile(ABC):
+class PersistentStore(ABC):
     """A memory of texts, or a table of counts, with a file. Safe with many threads.
 
     Attributes:
@@ -131,6 +131,10 @@ class KeptFile(ABC):
                 "--tokenizer MODEL FILES."
             )
 
+    def leave_out_others(self) -> None:
+        """From now on, a target with another tokenizer gets no drafts of this, and no error."""
+        self.refuses_others = False
+
     def save(self, path: Path | str | None = None) -> None:
         """Replace the file. Content that other processes saved meanwhile is merged first.
 
@@ -150,6 +154,8 @@ class KeptFile(ABC):
                         f"{path} is the {self.what} of tokenizer {saved.tokenizer}, this one is of "
                         f"{self.tokenizer}: it was left as it is. Save to another file."
                     )
+                # The file is older content: its texts come before those that this process has
+                # added.
                 self._take_over(saved, is_own=path == self.path)
                 self.tokenizer = self.tokenizer or saved.tokenizer
             self._saved_as = file.write_file(path, *self._content(in_public=False))
@@ -181,6 +187,7 @@ def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
             loaded = kind.load(path) if path.exists() else make()
             loaded.path, loaded._save_at = path, time.monotonic() + SAVE_EVERY
             loaded.refuses_others = True
+            # At most a minute of texts is lost if the process is killed.
             atexit.register(loaded.save)
             _open[path] = loaded
     if not isinstance(loaded, kind):
@@ -188,7 +195,7 @@ def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
     return loaded
 
 
-_open: dict[Path, KeptFile] = {}
+_open: dict[Path, PersistentStore] = {}
 _opening = RLock()
 
 

@@ -102,7 +102,6 @@ _pass_over: ContextVar[TreeLayout | None] = ContextVar("_pass_over", default=Non
 
 
 def pass_over(rows: TreeLayout) -> AbstractContextManager[None]:
-    """Have modules that read positions use each row's own position in this block."""
     return setting(_pass_over, rows)
 
 
@@ -110,6 +109,7 @@ def view_class(kind: type) -> type:
     """Class of the views of a cache class. Its mask lets each row see its own path."""
 
     def make_mask(self: Any, N: int, **options: Any) -> mx.array:
+        # A rotating cache has a window as long as itself.
         size = getattr(self, "max_size", None)
         # mlx-lm keeps at most size - 1 old positions in a pass over several positions.
         num_past = self.offset if size is None else min(self.offset, size - 1)
@@ -224,6 +224,8 @@ def _with_rows(kind: type) -> type:
         arguments = signature.bind(self, x, *args, **kwargs).arguments
         start = arguments.pop("offset", 0)
         more = {name: value for name, value in arguments.items() if name not in first}
+        # Ropes take an offset for each row of the batch: move the T rows of the tree to the batch
+        # axis.
         heads = x.reshape(x.shape[0], -1, *x.shape[-2:]).swapaxes(1, 2)  # [B, T, H, D]
         as_batch = heads.reshape(-1, heads.shape[2], 1, heads.shape[3])
         positions = mx.tile(start + rows.offsets, x.shape[0])

@@ -70,7 +70,6 @@ class FeatureFeed:
         return cls([], target)
 
     def show_fed(self, start: int) -> None:
-        """Show the states of the latest `feed`, which began at position `start`."""
         rows, num_rows = self._target.fed_features()
         if self.at_once:
             mx.eval(rows.layers, rows.head_input, rows.top_tokens)
@@ -87,7 +86,6 @@ class FeatureFeed:
         self._show_rejected(rows, current, outcome)
 
     def _show_rejected(self, rows: FeatureRows, current: Round, outcome: Outcome) -> None:
-        """Show the states of rejected draft tokens to sessions that want them."""
         if not self._rejected_readers:
             return
         left = [node for node in range(current.num_drafted) if node not in outcome.accepted]

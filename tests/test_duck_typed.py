@@ -19,9 +19,9 @@ from selection import in_one_test
 from specdec_mlx import rules
 from specdec_mlx.caches import STRATEGIES
 from specdec_mlx.contracts import Evidence, FeatureRows, Features, Step
+from specdec_mlx.duck_typed import as_drafter, begin_session
 from specdec_mlx.lab import check_rule, check_strategy
 from specdec_mlx.rules import CoinRule
-from specdec_mlx.strangers import as_drafter, begin_session
 from test_docs import DOCS, blocks
 
 VOCAB = 128
@@ -44,6 +44,12 @@ class Methods:
         length = sum(goes_on([Evidence()] * n) is Step.GO_ON for n in range(1, 1 + len(tokens)))
         self.noted.append(("propose", limit, length))
         return sd.Draft(tokens[:length])
+
+    def propose_after(self, tokens: Sequence[int], limit: int) -> sd.Draft:
+        return sd.Draft([*tokens, 1][:limit])
+
+    def candidates(self, limit: int) -> Sequence[sd.Draft]:
+        return [sd.Draft([one] * min(limit, 2)) for one in (3, 4)]
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.noted.append(("observe", list(tokens)))
@@ -109,6 +115,9 @@ def test_a_drafter_that_inherits_nothing_gets_all_calls(around: Any) -> None:
         items = text(model, around(drafter), num_draft_tokens=3)
         session = begin_session(as_drafter(drafter), PROMPT, CONTEXT)
         assert session.can_stop
+        assert session.looks_ahead
+        assert session.propose_after([8, 9], 3).tokens == [8, 9, 1]
+        assert [draft.tokens for draft in session.candidates(4)] == [[3, 3], [4, 4]]
         assert len(session.propose_while(3, lambda evidence: Step.STOP_BEFORE)) == 0
         assert [item.token for item in items] == coming
         noted.append(drafter.noted)
@@ -124,9 +133,11 @@ def test_two_methods_are_a_drafter() -> None:
     assert (as_drafter(known), as_drafter(None), known) == (known, None, as_drafter(drafter))
     assert (known.features, known.branches, known.drafters, known.models()) == (None, 1, [], [])
     assert not any((known.on_every_rank, known.describe(), known.keeps_draft_cache(CONTEXT)))
-    assert (known.key, known.class_name) == ("test_strangers.TwoMethods", "TwoMethods")
+    assert (known.key, known.class_name) == ("test_duck_typed.TwoMethods", "TwoMethods")
     session = begin_session(known, PROMPT, CONTEXT)
     assert not any((session.cheap, session.forks, session.can_stop, session.reads_target))
+    assert not session.looks_ahead
+    assert [draft.tokens for draft in session.candidates(2)] == [[0, 0]]
     assert session.parts("its") == [("its", session)]
     items = text(model, drafter)
     assert [item.token for item in items] == scripted.plain(NUM_TOKENS)
@@ -161,8 +172,8 @@ class Reluctant(CoinRule):
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rules of somebody's distribution; found and forgotten again."""
-    values = {"reluctant": "test_strangers:Reluctant", "block": "test_strangers:Reluctant"}
-    values |= {"broken": "test_strangers:Missing", "no-rule": "pathlib:Path"}
+    values = {"reluctant": "test_duck_typed:Reluctant", "block": "test_duck_typed:Reluctant"}
+    values |= {"broken": "test_duck_typed:Missing", "no-rule": "pathlib:Path"}
     found = [EntryPoint(name, value, "specdec_mlx.rules") for name, value in values.items()]
     for entry in found:
         vars(entry)["dist"] = SimpleNamespace(name="strangers")
