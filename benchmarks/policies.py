@@ -15,7 +15,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, harmonic_mean
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
@@ -28,8 +28,8 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import DraftLength, Fixed, make_draft_length
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.lab.bench.cost import CostCurve, parse_cost
-from specdec_mlx.lab.bench.record import load_record
-from specdec_mlx.lab.bench.replay import replay_text
+from specdec_mlx.lab.bench.record import Record, load_record
+from specdec_mlx.lab.bench.replay import record_of_sessions, replay_text
 from specdec_mlx.lab.prompts import RecordedText
 
 LONGEST = 15  # with the token before it a draft fills a pass of 16, the widest that is measured
@@ -141,8 +141,9 @@ class ByConfidence(Described):
 
     def cut(self, part: str, draft: Draft) -> int:
         """The best prefix; at least one token, because the draft was paid for."""
-        confidence = [getattr(one, "confidence", None) for one in draft.evidence or ()]
-        if not confidence or None in confidence:
+        by_token = [getattr(one, "confidence", None) for one in draft.evidence or ()]
+        confidence = [chance for chance in by_token if chance is not None]
+        if len(confidence) < len(draft):
             return len(draft)
         return most_for_its_cost(confidence, self.cost, self.step, len(draft))
 
@@ -188,6 +189,9 @@ class Streaks(Described):
             self.depth, self.misses = max(self.depth - 1, 0), 0
 
 
+Seconds = tuple[float, float]
+"""Of a text: without drafts, and with them."""
+
 FIXED = (1, 2, 4, 8)
 DESCRIBED: dict[str, type[Described]] = {
     "heuristic (transformers)": Heuristic,
@@ -201,8 +205,8 @@ AUTO, BEST, ORACLE = "`auto`", "best fixed K for each curve", "length oracle"
 
 def scores(
     texts: Sequence[RecordedText], drafter: Drafter, cost: CostCurve, draft_cost: float, **how: Any
-) -> dict[str, list[float]]:
-    """Speed over plain decoding of every text, by policy."""
+) -> dict[str, list[Seconds]]:
+    """Modelled seconds of every text, by policy."""
     unit = cost(1)
 
     def relative(rows: int) -> float:
@@ -217,19 +221,19 @@ def scores(
         policy = kind(relative, draft_cost)
         makers[name] = lambda policy=policy: policy  # type: ignore[misc]
     makers[AUTO] = lambda: make_draft_length("auto", tuning)
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Seconds]] = {}
     options: dict[str, Any] = how | {"draft_seconds": draft_cost * unit}
     for name, make in makers.items():
         samples = [replay_text(text, drafter, make(), cost, **options) for text in texts]
-        found[name] = [sample.plain_seconds / sample.decode_seconds for sample in samples]
+        found[name] = [(sample.plain_seconds, sample.decode_seconds) for sample in samples]
     options.pop("max_tokens")
     bounds = [length_oracle(text, drafter, cost, **options) for text in texts]
-    found[ORACLE] = [bound.plain_seconds / bound.decode_seconds for bound in bounds]
+    found[ORACLE] = [(bound.plain_seconds, bound.decode_seconds) for bound in bounds]
     return found
 
 
 def table(
-    by_curve: dict[str, dict[str, list[float]]], categories: Sequence[str], title: str
+    by_curve: dict[str, dict[str, list[Seconds]]], categories: Sequence[str], title: str
 ) -> list[str]:
     """Rows of policies: mean speed over all curves, worst kind of text, regret to the oracle."""
     kinds = sorted(set(categories))
@@ -237,9 +241,9 @@ def table(
     names = list(by_curve[curves[0]])
 
     def mean(curve: str, name: str, kind: str | None = None) -> float:
-        speeds = by_curve[curve][name]
-        chosen = [s for s, c in zip(speeds, categories, strict=True) if kind in (None, c)]
-        return harmonic_mean(chosen)  # texts of one length: their times add up
+        seconds = zip(by_curve[curve][name], categories, strict=True)
+        plain, drafted = zip(*(s for s, c in seconds if kind in (None, c)), strict=True)
+        return float(sum(plain) / sum(drafted))
 
     fixed = {curve: max(FIXED, key=lambda k: mean(curve, f"K = {k}")) for curve in curves}
 
@@ -267,27 +271,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Replay, and print or write the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policies")
     parser.add_argument("texts", type=Path, help="what specdec-mlx bench --json wrote")
+    parser.add_argument("--sessions", type=Path, action="append", default=[], help="repeatable")
     parser.add_argument("--drafts", type=Path, help="what benchmarks.recorded_drafts wrote")
     parser.add_argument("--draft-cost", type=float, default=0.1, help="of a draft token, in passes")
     parser.add_argument("--curve", action="append", choices=CURVES, help="repeatable; default all")
     parser.add_argument("--page", type=Path, help="a page whose tables are replaced")
     args = parser.parse_args(arguments)
     record = load_record(args.texts)
-    texts = record.texts
-    how = {"vocab_size": record.settings.vocab_size, "max_tokens": record.settings.max_tokens}
-    drafters: dict[str, tuple[Drafter, float]] = {
-        "Prompt lookup, which costs nothing": (PromptLookupDrafter(), 0.0)
-    }
+    look_up = PromptLookupDrafter()
+    parts: list[tuple[str, Record, Drafter, float]] = [
+        ("Prompt lookup on 40 prompts", record, look_up, 0.0)
+    ]
     if args.drafts:
-        title = f"A draft model, whose token costs {args.draft_cost:g} of a pass"
-        drafters[title] = (load_drafts(args.drafts, texts), args.draft_cost)
+        title = f"A draft model on 40 prompts, where its token costs {args.draft_cost:g} of a pass"
+        parts.append((title, record, load_drafts(args.drafts, record.texts), args.draft_cost))
+    for path in args.sessions:
+        name = path.stem.replace("_", " ")
+        parts.append((f"Prompt lookup on {name}", record_of_sessions(path), look_up, 0.0))
     lines: list[str] = []
-    for title, (drafter, draft_cost) in drafters.items():
-        bar: Iterable[str] = tqdm(args.curve or CURVES, title[:20], leave=False)
+    for title, one, drafter, draft_cost in parts:
+        how = {"vocab_size": one.settings.vocab_size, "max_tokens": one.settings.max_tokens}
+        bar: Iterable[str] = tqdm(args.curve or CURVES, title[:30], leave=False)
         by_curve = {
-            name: scores(texts, drafter, parse_cost(name, None), draft_cost, **how) for name in bar
+            name: scores(one.texts, drafter, parse_cost(name, None), draft_cost, **how)
+            for name in bar
         }
-        lines += table(by_curve, [text.category for text in texts], title)
+        lines += table(by_curve, [text.category for text in one.texts], title)
     print("\n".join(lines))
     if args.page:
         words = args.page.read_text().partition(MARK)[0] if args.page.exists() else ""
