@@ -200,6 +200,9 @@ DESCRIBED: dict[str, type[Described]] = {
     "caps (mlx-dspark)": Caps,
     "streaks (MTPLX)": Streaks,
 }
+OF_SESSIONS = ("m1-m2", "m3-max", "m4-pro", "m5-max-27b")
+"""Curves for sessions, which are as long as hundreds of prompts."""
+
 AUTO, BEST, ORACLE = "`auto`", "best fixed K for each curve", "length oracle"
 
 
@@ -291,13 +294,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines: list[str] = []
     for title, one, drafter, draft_cost in parts:
         how = {"vocab_size": one.settings.vocab_size, "max_tokens": one.settings.max_tokens}
-        bar: Iterable[str] = tqdm(args.curve or CURVES, title[:30], leave=False)
+        curves = args.curve or (OF_SESSIONS if one is not record else CURVES)
+        bar: Iterable[str] = tqdm(curves, title[:30], leave=False)
         by_curve = {
             name: scores(one.texts, drafter, parse_cost(name, None), draft_cost, **how)
             for name in bar
         }
-        lines += table(by_curve, [text.category for text in one.texts], title)
-    print("\n".join(lines))
+        rows = table(by_curve, [text.category for text in one.texts], title)
+        print("\n".join(rows), flush=True)
+        lines += rows
     if args.page:
         words = args.page.read_text().partition(MARK)[0] if args.page.exists() else ""
         args.page.write_text(words + MARK + "\n" + "\n".join(lines))
