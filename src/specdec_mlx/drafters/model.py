@@ -59,7 +59,7 @@ class ModelDrafter(Drafter):
         tokenizers: what to do if they differ. "any" carries drafts over as text, "same" raises
             TokenizerMismatchError with the first difference.
         branches: most tokens at a place. More than one gives trees, if the model has the target's
-            tokenizer (see `drafters.growing`).
+            tokenizer (see `drafters.tree_drafts`).
         on_every_rank: each machine of a target that is spread over several runs the draft model; by
             default the first does, and sends its distributions.
 
