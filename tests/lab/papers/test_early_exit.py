@@ -23,8 +23,8 @@ from specdec_mlx import lab
 from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters.lighter import first_layers as cut
 from specdec_mlx.drafters.model import ModelReader
+from specdec_mlx.drafters.reduced_models import first_layers as cut
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.lab.papers.early_exit import (
     WINDOW,

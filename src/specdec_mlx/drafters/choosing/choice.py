@@ -34,7 +34,7 @@ from specdec_mlx.drafters.choosing.registry import (
 )
 from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, named_head
-from specdec_mlx.drafters.lighter import first_layers
+from specdec_mlx.drafters.reduced_models import first_layers
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.errors import DraftModelError, HeadError

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, Features, Session
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import RecurrentSource
-from specdec_mlx.drafters.lighter import HEADS, some_rows
+from specdec_mlx.drafters.reduced_models import HEADS, some_rows
 from specdec_mlx.drafters.writing import WritingSession, check_way_of_writing, way_of_writing
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import Anatomy, anatomy_of

@@ -22,7 +22,7 @@ from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPHead
 from specdec_mlx.drafters.heads.one_pass import Medusa
-from specdec_mlx.drafters.lighter import first_layers
+from specdec_mlx.drafters.reduced_models import first_layers
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.papers.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.lab.papers.parallel_sampling import LOOK_AHEAD, LookAhead, looking_ahead
