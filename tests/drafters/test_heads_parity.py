@@ -23,11 +23,11 @@ from selection import each, in_one_test
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters import drawing
+from specdec_mlx.drafters.draft_sources import places_after
 from specdec_mlx.drafters.heads import gemma4_assistant, mtp
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.one_pass import BlockSource, GroupedConvolution, MarkovHead
 from specdec_mlx.drafters.heads.session import Level
-from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.token_ids import to_list
 
 TOLERANCE = 1e-4  # of the largest logit

@@ -14,10 +14,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, Features, Session
+from specdec_mlx.drafters.draft_sources import WritingSession, check_way_of_writing, way_of_writing
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import RecurrentSource
 from specdec_mlx.drafters.reduced_models import HEADS, some_rows
-from specdec_mlx.drafters.writing import WritingSession, check_way_of_writing, way_of_writing
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import Anatomy, anatomy_of
 

@@ -26,8 +26,8 @@ from specdec_mlx.contracts import (
     KeysValues,
     ReadsCache,
 )
+from specdec_mlx.drafters.draft_sources import DraftSource, Parents
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread
-from specdec_mlx.drafters.writing import DraftSource, Parents
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 

@@ -19,12 +19,12 @@ from mlx_lm.models.cache import ArraysCache
 
 from specdec_mlx.caches import states_of
 from specdec_mlx.contracts import DraftContext, FeatureRows
+from specdec_mlx.drafters.draft_sources import Parents, places_after
 from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread, within
 from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadReader, Unread
-from specdec_mlx.drafters.writing import Parents, places_after
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 

@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
-from specdec_mlx.drafters.writing import DraftSource, Parents
+from specdec_mlx.drafters.draft_sources import DraftSource, Parents
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.trees.tree_pass import next_level, pass_over, patch_ropes, takes_trees, view_of
 

@@ -19,11 +19,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.contracts import DraftContext
+from specdec_mlx.drafters.draft_sources import way_of_writing
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.model import ModelDrafter, ModelReader, check_caches_fit
-from specdec_mlx.drafters.writing import way_of_writing
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import anatomy_of, change_class, setting
 from specdec_mlx.token_ids import to_ids
