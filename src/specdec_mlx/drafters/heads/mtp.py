@@ -39,7 +39,7 @@ class MTPFamily:
         prefix: prefix of its tensors in the original repository. {layer} counts all layers of the
             target, and {depth} counts prediction layers.
         names: names in this package and in the checkpoint. {last} is the last decoder layer.
-            A norm without a name does not exist. With "lm_head" the layer has its own output matrix.
+            A norm without a name does not exist. With "lm_head" the layer has its own matrix.
         layer: prefix of the decoder layer in the checkpoint.
         here: prefix of the decoder layer in mlx-lm's model.
         renamed: beginnings of names in the decoder layer, and mlx-lm's names.
@@ -334,7 +334,7 @@ class MTPHead(RecurrentHead):
         self.projection = nn.Linear(2 * width, width, bias=has_bias)
         self.body = body
         if "lm_head" in family.names:
-            self.own(logits=anatomy.vocab_size)
+            self.add_weights(logits=anatomy.vocab_size)
         # A dataclass hides the model's other parts from the head's parameters.
         self.shell = Shell(shell)
         self.moves_on = self.grows_trees = family.further == "again"

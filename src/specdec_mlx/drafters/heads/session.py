@@ -179,7 +179,7 @@ class RecurrentSource(HeadReader):
 
     def _grow(self, tokens: mx.array, parents: Sequence[int]) -> Any:
         """States [n, D] of n new nodes of a tree, from the states of their parents."""
-        # Rotary embeddings take one offset for all rows, and each node of a tree has its own position.
+        # Rotary embeddings take one offset for all rows, and each node has its own position.
         patch_ropes(self.head)
         rows, rollback = next_level(self.fed_parents, parents), self.first.rollback
         # Row 0 is the state of the text, and ROOT is -1.
