@@ -17,7 +17,8 @@ import openai
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.server.command import Signals, serve
 from specdec_mlx.server.flags import ServerSettings, parse_settings
-from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.models import Models
 from specdec_mlx.server.requests import TextRequest
 
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -93,4 +94,5 @@ def until(holds: Callable[[], Any], seconds: float = 240) -> None:
 def drafter_of(flags: Flags, target: nn.Module, **asked: Any) -> Any:
     """Who drafts for a request to a server with these flags, for a loaded target."""
     known: Any = "target", None, target, None, {}, ()
-    return Models(ServerSettings(flags=flags)).drafter(TextRequest(**asked), Loaded(*known))[0]
+    drafters = Models(ServerSettings(flags=flags)).drafters
+    return drafters.choose(TextRequest(**asked), Loaded(*known))[0]

@@ -27,7 +27,7 @@ from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.sequence import PromptReader
 from specdec_mlx.server import engine as engine_module
-from specdec_mlx.server import models
+from specdec_mlx.server import loading, models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Models
@@ -36,10 +36,10 @@ from specdec_mlx.server.requests import (
     Failed,
     PromptProgress,
     RequestError,
-    Said,
     ServerEndingError,
+    TextPiece,
     TextRequest,
-    Written,
+    Transcript,
 )
 from specdec_mlx.server.text.state import TextState
 from tiny_model_folder import CHAT_TEMPLATE, make_tokenizer, write_model_folder
@@ -97,12 +97,12 @@ def begin(engine: Engine, i: int, **kind: Any) -> Client:
     return submit(engine, **{"prompt": prompt_of(i), "max_tokens": 40} | kind)
 
 
-def texts(engine: Engine, kinds: list[dict[str, Any]], first: int = 0) -> list[Written]:
+def texts(engine: Engine, kinds: list[dict[str, Any]], first: int = 0) -> list[Transcript]:
     """Each asked for alone."""
     return [begin(engine, first + i, **kind).wait() for i, kind in enumerate(kinds)]
 
 
-def told(written: Written) -> tuple[Any, ...]:
+def told(written: Transcript) -> tuple[Any, ...]:
     """What does not depend on who else is served."""
     assert written.ended is not None
     ended = written.ended
@@ -253,7 +253,7 @@ def test_what_was_written_for_a_client_that_left_is_not_read_again(
         others = [begin(engine, i, max_tokens=2000) for i in range(2)]
         leaving = begin(engine, 7, prompt="7 " + TEXT * 9, max_tokens=2000)
         leaving.until_text()
-        while sum(isinstance(event, Said) for event in leaving.events) < 9:
+        while sum(isinstance(event, TextPiece) for event in leaving.events) < 9:
             leaving.next()
         for client in (leaving, *others):
             client.ticket.cancel()
@@ -262,7 +262,7 @@ def test_what_was_written_for_a_client_that_left_is_not_read_again(
         engine = settled(engine)
         prompt = "7 " + TEXT * 9
         num_prompt = len(make_tokenizer().encode(prompt).ids)
-        said = "".join(event.text for event in leaving.events[:-1] if isinstance(event, Said))
+        said = "".join(event.text for event in leaving.events[:-1] if isinstance(event, TextPiece))
         again = begin(engine, 7, prompt=prompt + said, max_tokens=9).wait()
         assert again.ended
         assert again.ended.num_cached >= num_prompt - 1 + (5 if name == "qwen2" else 0)
@@ -446,7 +446,7 @@ def test_texts_are_those_alone_however_they_are_drafted_for(
         settings = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     with monkeypatch.context() as patch:
         if how == "no rows":
-            patch.setattr(models, "can_hold_rows", lambda model: False)
+            patch.setattr(loading, "can_hold_rows", lambda model: False)
         with running(folder, flags=flags, **settings) as engine:
             alone = [*map(told, texts(engine, kinds))]
             clients = [begin(engine, i, **kind) for i, kind in enumerate(kinds)]
@@ -646,7 +646,24 @@ def test_what_is_prepared_for_one_model_is_made_anew_for_another(
                 assert seen(client.wait()) == alone[name][i], (name, kind)
 
 
-def seen(text: Written) -> tuple[Any, ...]:
+def test_a_request_whose_model_is_freed_while_it_is_prepared_is_prepared_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules of a model that was freed have no parts any more."""
+    prepare = engine_module.prepare
+
+    def freed_meanwhile(*args: Any) -> Any:
+        if threading.current_thread() is engine._thread:
+            return prepare(*args)
+        engine.unload().result(60)
+        raise AttributeError("'Model' object has no attribute 'model'")
+
+    with running(folder, flags=with_flags()) as engine:
+        monkeypatch.setattr(engine_module, "prepare", freed_meanwhile)
+        assert begin(engine, 0).wait().text == plain(folder, prompt_of(0), 40)
+
+
+def seen(text: Transcript) -> tuple[Any, ...]:
     """What a client sees of a text, but for the ids of its calls."""
     assert text.ended
     calls = [(call["name"], call["arguments"]) for call in text.calls]
@@ -728,14 +745,14 @@ def test_stop_ends_it_in_every_state(
     clients: list[Client] = []
     if state == "loading":
         loads, may_load = threading.Event(), threading.Event()
-        load = Models.load_given
+        load = Models.load_default
 
         def slow(self: Models) -> Any:
             loads.set()
             assert may_load.wait(60)
             return load(self)
 
-        monkeypatch.setattr(Models, "load_given", slow)
+        monkeypatch.setattr(Models, "load_default", slow)
         starts = threading.Thread(target=engine.start)
         starts.start()
         assert loads.wait(60)
@@ -774,7 +791,7 @@ def test_what_cannot_be_served_is_said_by_start(folder: Path, tmp_path: Path) ->
         (ServerSettings(model=str(folder), kv_bits=8), "kv_bits=8"),
     ):
         engine = Engine(Models(settings), settings)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, OSError), match=words):
             engine.start()
         engine.stop()
 

@@ -95,6 +95,10 @@ def test_what_is_one_persons_is_not_everybodys() -> None:
     assert parse_settings(["--memory", "none"]).flags.memory is None
 
 
+def test_minus_one_is_no_limit_of_an_answer() -> None:
+    assert parse_settings(["--max-tokens", "-1"]).max_tokens is None
+
+
 def test_sizes_are_bytes() -> None:
     assert [parse_size(text) for text in ("7", "1.5GB", "2 m", "20GB")] == [
         7,

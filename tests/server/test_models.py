@@ -23,11 +23,11 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER
-from specdec_mlx.server import app, models
+from specdec_mlx.server import app, loading, models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import GIVEN, parse_settings
 from specdec_mlx.server.models import Models
-from specdec_mlx.server.requests import RequestError, ServerEndingError, TextRequest, Written
+from specdec_mlx.server.requests import RequestError, ServerEndingError, TextRequest, Transcript
 from tiny_model_folder import write_model_folder
 
 HELPERS = ["gpt-4o-mini", "sonnet", "anthropic/claude-haiku", "accounts/a/models/b"]
@@ -138,8 +138,8 @@ def test_agents_names_are_the_given_models_where_the_flag_says_so(
     def missing(name: str, *args: Any, **options: Any) -> None:
         raise OSError(f"{name} is not in the cache")
 
-    monkeypatch.setattr(models.mlx_lm, "load", missing)
-    monkeypatch.setattr(models, "load_tokenizer", missing)
+    monkeypatch.setattr(loading.mlx_lm, "load", missing)
+    monkeypatch.setattr(loading, "load_tokenizer", missing)
     flags = ["--host", host, "--model", "org/given", "--request-models", request_models]
     is_local = host == "127.0.0.1"
     for more, is_given in (
@@ -299,16 +299,16 @@ def test_a_name_of_no_model_leaves_the_loaded_one_where_it_is(folder: Path, tmp_
         expected = ask(engine, draft_model=str(draft)).text
         loaded = engine.models.loaded
         assert loaded is not None
-        drafter = loaded.named[1]
+        drafter = loaded.requested_draft_model[1]
         for request in wrong:
             with pytest.raises((RequestError, ModelFolderError)):
                 ask(engine, **request)
             assert engine.models.loaded is loaded, request
-            assert loaded.named[1] is drafter, request
+            assert loaded.requested_draft_model[1] is drafter, request
         assert ask(engine).text == expected
 
 
-def drafted(text: Written) -> int:
+def drafted(text: Transcript) -> int:
     assert text.ended is not None
     assert text.ended.stats is not None
     return int(text.ended.stats.drafted)

@@ -18,7 +18,7 @@ import specdec_mlx as sd
 from engines import Client, ask, running, settled, submit, with_flags
 from live import listening
 from specdec_mlx.errors import ModelFolderError
-from specdec_mlx.server import models
+from specdec_mlx.server import loading
 from specdec_mlx.server.app import make_app
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.pictures import take_pictures
@@ -136,7 +136,7 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     """
     name = request.param
     folder = tiny_vision.write_folder(tmp_path_factory.mktemp("models"), name)
-    by_mlx_vlm, by_mlx_lm = vision.load, models.mlx_lm.load
+    by_mlx_vlm, by_mlx_lm = vision.load, loading.mlx_lm.load
 
     def load(path: Any, **options: Any) -> tuple[Any, Any]:
         if str(path) != str(folder):
@@ -151,7 +151,7 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     with pytest.MonkeyPatch.context() as patch:
         if name != "qwen2_5_vl":
             patch.setattr(vision, "load", load)
-            patch.setattr(models.mlx_lm, "load", load_text)
+            patch.setattr(loading.mlx_lm, "load", load_text)
         with (
             running(folder, flags=with_flags(num_draft_tokens=4)) as engine,
             listening(make_app(engine, engine.settings), lifespan="off") as port,

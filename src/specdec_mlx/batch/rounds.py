@@ -227,8 +227,8 @@ class BatchGeneration:
             seed=request.seed,
             rule=drafting.rule,
             logits_processors=request.logits_processors,
-            prefill_stops=request.stops,
-            prompt_progress_callback=request.on_progress,
+            prefill_stops=request.prefill_stops,
+            prompt_progress_callback=request.prompt_progress_callback,
         )
         generation = assemble(
             self.model,

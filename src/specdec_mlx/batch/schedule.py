@@ -45,7 +45,7 @@ class Request:
         drafting: the text's own drafting. None for the batch's.
         is_end: called with each token that joins the text. True ends the text there.
         stats: an account to continue.
-        stops, on_progress: as in `PromptReader`.
+        sampler, seed, logits_processors, prefill_stops, prompt_progress_callback: as in `Options`.
     """
 
     prompt: Sequence[int] | mx.array
@@ -59,8 +59,8 @@ class Request:
     drafting: OwnDrafting | None = None
     is_end: Callable[[Token], bool] | None = None
     stats: SpeculationStats | None = None
-    stops: Sequence[int] = ()
-    on_progress: Callable[[int, int], None] | None = None
+    prefill_stops: Sequence[int] = ()
+    prompt_progress_callback: Callable[[int, int], None] | None = None
 
     @property
     def is_read(self) -> bool:

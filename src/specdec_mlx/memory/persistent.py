@@ -131,6 +131,10 @@ class PersistentStore(ABC):
                 "--tokenizer MODEL FILES."
             )
 
+    def leave_out_others(self) -> None:
+        """From now on, a target with another tokenizer gets no drafts of this, and no error."""
+        self.refuses_others = False
+
     def save(self, path: Path | str | None = None) -> None:
         """Replace the file. Content that other processes saved meanwhile is merged first.
 

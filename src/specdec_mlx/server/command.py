@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from specdec_mlx.server.flags import ServerSettings
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
-GRACE = 5  # seconds that clients have to take the last of their replies
 LONGEST_END = 8.0  # seconds after a signal in which the process has ended
 KEEPING = 2.0  # seconds of them for what is kept, where the process is ended at work
 AT_ONCE = 0.5  # seconds in which a second signal is the first one, sent to a group of processes too
@@ -81,7 +80,6 @@ def serve(
     from specdec_mlx.server.engine import Engine
     from specdec_mlx.server.models import Models
 
-    logging.basicConfig(level=settings.log_level, format=LOG)
     if mx.distributed.init().rank() > 0:  # the first one listens for all
         engine = Engine(Models(settings), settings)
         try:
@@ -148,6 +146,7 @@ def listen(
     import uvicorn
 
     from specdec_mlx.server.app import make_app
+    from specdec_mlx.server.engine import GRACE
     from specdec_mlx.server.flags import KEY_VARIABLE, is_loopback
 
     class EngineServer(uvicorn.Server):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from threading import Event as Flag
 from threading import Thread
 from weakref import WeakSet
@@ -28,18 +29,25 @@ from specdec_mlx.loop import speculate
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import read_prompt
-from specdec_mlx.server.ranks import ServerRanks
+from specdec_mlx.server.ranks import PATIENCE, ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
-from specdec_mlx.server.tickets import GONE, AskedText, Ticket
-from specdec_mlx.server.writing import Writing, WritingAlone, options_for
+from specdec_mlx.server.tickets import GONE, ServedText, Ticket, prepare
+from specdec_mlx.server.writing import Writing, WritingAlone, shared_options
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
-# A pass that is under way when the process ends is waited for so many seconds, or until so many of
-# the processor were spent on it: it may be of a long prompt, or a model that is loaded.
-GRACE, GRACE_OF_PROCESSOR = 5.0, 0.4
+# Seconds for the pass that is under way when the process ends, or a model that is being loaded, and
+# for clients to take the last of their replies
+GRACE = 5
+
+
+class Order(Enum):
+    """What the engine does next, where it is not to serve a request."""
+
+    WAIT, UNLOAD, END = range(3)
 
 
 class Engine:
@@ -62,7 +70,6 @@ class Engine:
         self._unloading: deque[Future[None]] = deque()
         self._served_at = time.monotonic()  # the last request
         self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
-        self._has_kept = Flag()
         self._is_ready: Future[None] = Future()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -89,11 +96,7 @@ class Engine:
         ticket = Ticket(request, put, self.models.names_of(request))
         self._tickets.add(ticket)
         loaded = self.models.loaded
-        if (
-            loaded is not None
-            and loaded.names == ticket.names
-            and (loaded.sight is not None or not request.pictures)
-        ):
+        if loaded is not None and loaded.fits(ticket.names, has_pictures=bool(request.pictures)):
             Thread(target=self._prepare, args=(ticket, loaded), daemon=True).start()
         else:
             self._queue(ticket)
@@ -102,11 +105,13 @@ class Engine:
     def _prepare(self, ticket: Ticket, loaded: Loaded) -> None:
         """Prepare a request beside the texts that are written, and queue it."""
         try:
-            ticket.text = AskedText(ticket, loaded, self.settings)
+            ticket.preparation = prepare(ticket.request, loaded, self.settings)
         except Exception as error:
-            ticket.fail(error)
-        else:
-            self._queue(ticket)
+            if self.models.loaded is loaded:
+                ticket.fail(error)
+                return
+            # the model was freed meanwhile: the request is prepared again in its turn
+        self._queue(ticket)
 
     def _queue(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
@@ -116,7 +121,8 @@ class Engine:
 
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
-        tokenizer, sight = self.models.tokenizer_for(request), self.models.sight_for(request)
+        loaded, tokenizer = self.models.loaded_for(request), self.models.tokenizer_for(request)
+        sight = None if loaded is None else loaded.sight
         return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
     def unload(self) -> Future[None]:
@@ -136,24 +142,21 @@ class Engine:
 
         On other ranks than the first: wait for the first one's.
         """
-        self._tell_to_end()
+        self._begin_to_end()
         if self._thread.is_alive():
             self._has_ended.wait()
 
     def end(self) -> None:
-        """End all texts because the process ends: what was learned is kept, and nothing freed.
+        """End all texts because the process ends. What was learned is kept.
 
-        What takes longer than a grace period is left as it is; its clients are told all the same.
+        Clients are told at once. A pass that takes longer than `GRACE` is not waited for.
         """
-        self._tell_to_end()
+        self._begin_to_end()
+        self._fail_all()
         if self.ranks.are_several:  # which wait for each other, and end as Python ends
             self._has_ended.wait()
-        begun, spent = time.monotonic(), time.process_time()
-        while not self._has_kept.wait(0.02):
-            if time.monotonic() - begun > GRACE or time.process_time() - spent > GRACE_OF_PROCESSOR:
-                self.keep()
-                break
-        self._fail_all()
+        elif not self._has_ended.wait(GRACE):
+            self.keep()
 
     def keep(self) -> None:
         """Write what was learned to its files."""
@@ -162,12 +165,11 @@ class Engine:
         except Exception as error:
             logging.error("What was learned is not kept.", exc_info=error)
 
-    def _tell_to_end(self) -> None:
+    def _begin_to_end(self) -> None:
         self._is_ending = self.ranks.is_first
         self._has_news.set()
 
     def _fail_all(self) -> None:
-        """Tell all clients whose texts have not ended that the server ends."""
         for ticket in list(self._tickets):
             ticket.fail(ServerEndingError())
 
@@ -176,7 +178,7 @@ class Engine:
             try:
                 maybe_set_recommended_wired_limit()
                 if self.settings.model is not None:
-                    self._warm_up(self.models.load_given())
+                    self._warm_up(self.models.load_default())
                 self._is_ready.set_result(None)
             except BaseException as error:
                 self._is_ready.set_exception(error)
@@ -189,7 +191,6 @@ class Engine:
             while self._unloading:
                 self._unloading.popleft().set_exception(ServerEndingError())
             self.keep()
-            self._has_kept.set()
             self.models.reset()
             self._forget()
             mx.clear_streams()
@@ -206,26 +207,32 @@ class Engine:
     def _next(self) -> Ticket | None:
         """The request that has waited the longest, on all ranks; None where the server ends."""
         while True:
-            ticket, ends, unloads = None, False, False
-            if self.ranks.is_first:
-                self._has_news.clear()
-                if not (self._waiting or self._unloading or self._is_ending):
-                    self._has_news.wait(self.ranks.patience or self._idle_for())
-                ends, unloads = self._is_ending, bool(self._unloading) or self._idle_for() == 0
-                if not (ends or unloads) and (ticket := self._first_waiting()):
-                    self._waiting.popleft()
-            shared = None if ticket is None else ticket.request
-            request, ends, unloads = self.ranks.from_first((shared, ends, unloads))
-            if ends:
+            ticket, order = self._order() if self.ranks.is_first else (None, Order.WAIT)
+            request = self.ranks.from_first(ticket.request if ticket else order)
+            if isinstance(request, TextRequest):
+                return ticket or Ticket(request, lambda event: None)
+            if request is Order.END:
                 return None
-            if unloads:
+            if request is Order.UNLOAD:
                 logging.info("The model's memory is given back. The next request loads it again.")
                 self._forget()
                 self.models.unload()
                 while self._unloading:
                     self._unloading.popleft().set_result(None)
-            if request is not None:
-                return ticket or Ticket(request, lambda event: None)
+
+    def _order(self) -> tuple[Ticket | None, Order]:
+        """Wait for a request or an order, on the first rank."""
+        self._has_news.clear()
+        if not (self._waiting or self._unloading or self._is_ending):
+            self._has_news.wait(PATIENCE if self.ranks.are_several else self._idle_for())
+        if self._is_ending:
+            return None, Order.END
+        if self._unloading or self._idle_for() == 0:
+            return None, Order.UNLOAD
+        ticket = self._first_waiting()
+        if ticket is not None:
+            self._waiting.popleft()
+        return ticket, Order.WAIT
 
     def _idle_for(self) -> float | None:
         """Seconds until the models are freed because no request came; None: they stay."""
@@ -249,7 +256,7 @@ class Engine:
             while writing.texts:
                 while self._waiting and writing.has_place and self._next_is_row():
                     if (joining := self._prepared(self._waiting.popleft())) is not None:
-                        writing = writing.with_another(joining)
+                        writing = writing.join(joining)
                 self.running = len(writing.texts)
                 writing.step()
                 if self._is_ending:
@@ -260,16 +267,16 @@ class Engine:
         self.running = 0
         self._served_at = time.monotonic()
 
-    def _prepared(self, ticket: Ticket) -> AskedText | None:
+    def _prepared(self, ticket: Ticket) -> ServedText | None:
         """The text of a request, before its first token; None if there is nothing to write."""
         try:
             loaded = self.models.load(ticket.request)
-            text, ticket.text = ticket.text, None
-            if text is None or text.loaded is not loaded:
-                text = AskedText(ticket, loaded, self.settings)
-            text.equip(self.models, self.prefixes, self.draft_caches)
+            preparation, ticket.preparation = ticket.preparation, None
+            if preparation is None or preparation.loaded is not loaded:
+                preparation = prepare(ticket.request, loaded, self.settings)
+            text = ServedText(ticket, preparation, self.models, self.prefixes, self.draft_caches)
             if ticket.request.echo:
-                ticket.tell([echo(text, self.settings.prefill_step_size)])
+                ticket.send([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:
                 return text
             text.end()
@@ -294,7 +301,7 @@ class Engine:
 
     def _warm_up(self, loaded: Loaded) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""
-        options = options_for(loaded, self.settings)
+        options = shared_options(loaded, self.settings)
         # raises for what cannot be quantized so
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]

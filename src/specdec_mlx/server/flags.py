@@ -271,6 +271,8 @@ def complete(namespace: argparse.Namespace) -> None:
     check_numbers(namespace)
     check_files(namespace)
     is_local = is_loopback(namespace.host)
+    if namespace.max_tokens == -1:
+        namespace.max_tokens = None  # as many as fit
     if namespace.request_models == GIVEN and namespace.model is None:
         raise ValueError(f"argument --request-models: {GIVEN} needs --model.")
     if not isinstance(namespace.chat_template_args, dict):

@@ -6,7 +6,6 @@ before it is used.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import logging
@@ -14,9 +13,8 @@ import os
 import platform
 import re
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import chain, pairwise
 from pathlib import Path
@@ -29,80 +27,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from specdec_mlx.caches import Rollback, leaves, strategy_for, wait_for
-from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.caches import leaves, wait_for
 from specdec_mlx.files import read_text
+from specdec_mlx.server.prefixes import Prefix, States, num_common, stateful
 
 if TYPE_CHECKING:
     from specdec_mlx.server.flags import ServerSettings
-    from specdec_mlx.server.models import Loaded
-
-MOST_POINTS = 16  # positions of one conversation at which states are kept
-
-States = dict[int, list[Any]]
-"""Position -> copies, as they were there, of the caches that cannot be shortened."""
-
-
-def stateful(caches: Sequence[Any]) -> list[Any]:
-    """Those of the caches that may go back only to a copy."""
-    return [cache for cache in leaves(caches) if strategy_for(cache).must_restore]
-
-
-def thinned(at: Mapping[int, list[Any]], end: int) -> States:
-    """The states at `MOST_POINTS` positions at most: the first, and more the nearer to the end."""
-    left = dict(sorted(at.items()))
-    while len(left) > MOST_POINTS:
-        before, *inner = [*left, end]
-        gaps = zip([before, *inner], inner, inner[1:], strict=False)
-        del left[min(gaps, key=lambda gap: (gap[2] - gap[0]) / (end - gap[1] + 1))[1]]
-    return left
-
-
-@dataclass(eq=False)
-class KeptPrefix:
-    """Caches [layers] that hold `tokens`, and the states before their end.
-
-    place: of the model that made them; another one's are never taken.
-    """
-
-    place: Hashable
-    tokens: list[int]
-    caches: list[Any]
-    at: States = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all caches and states."""
-        caches = chain(self.caches, *self.at.values())
-        return sum(int(cache.nbytes) for cache in caches)
-
-    def back_at(self, position: int) -> KeptPrefix:
-        """A copy at `position`, or the last one before it that can be had; of no tokens if none."""
-        caches = copy.deepcopy(self.caches)
-        rollback = Rollback(caches, len(self.tokens))
-        if (point := max((p for p in self.at if p <= position), default=0)) > 0:
-            states = iter(self.at[point])
-            pairs = ((strategy_for(cache), cache) for cache in leaves(caches))
-            saved = [s.save(next(states)) if s.must_restore else None for s, _ in pairs]
-            rollback.checkpoints = [(point, saved)]
-        reached = 0
-        with suppress(CacheRollbackError):
-            reached = rollback.rewind_to(position)
-        at = {p: states for p, states in self.at.items() if p < reached}
-        return KeptPrefix(self.place, self.tokens[:reached], caches, at)
-
-
-def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Tokens, or characters, that two texts have in common at their beginnings."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:  # halves are compared at once: texts are long
-        half = (least + most + 1) // 2
-        if one[least:half] == other[least:half]:
-            least = half
-        else:
-            most = half - 1
-    return least
-
+    from specdec_mlx.server.loading import Loaded
 
 OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
 PART = ".part-"  # begins the name of a file that is being written
@@ -151,7 +82,7 @@ class PrefixFiles:
         self._headers = dict[Path, Header]()
         for part in folder.glob(f"{PART}*"):  # of a process that was killed
             part.unlink(missing_ok=True)
-        for _, _, path in self._by_age(f"{key}-*.safetensors"):
+        for path in folder.glob(f"{key}-*.safetensors"):
             try:
                 header = Header.of(path)
                 if header.key != key:
@@ -186,7 +117,7 @@ class PrefixFiles:
             return None
         return header.tokens, caches, at
 
-    def save(self, prefix: KeptPrefix) -> None:
+    def save(self, prefix: Prefix) -> None:
         """Write the caches of a text, in the place of those of a part of it."""
         tokens, points = prefix.tokens, sorted(prefix.at)
         flat = [*prefix.caches, *chain.from_iterable(prefix.at[p] for p in points)]
@@ -210,20 +141,15 @@ class PrefixFiles:
             logging.warning(f"Prompt cache: {self.folder} cannot be written: {error}")
 
     def _delete_oldest(self) -> None:
-        files = [file for file in self._by_age("*") if OURS.fullmatch(file[-1].name)]
+        files = list[tuple[int, int, Path]]()
+        for path in filter(lambda path: OURS.fullmatch(path.name), self.folder.iterdir()):
+            with suppress(FileNotFoundError):  # deleted by another server
+                files.append((path.stat().st_mtime_ns, path.stat().st_size, path))
         excess = sum(size for _, size, _ in files) - self.most_bytes
-        for _, size, path in files:
+        for _, size, path in sorted(files):
             if excess > 0:
                 excess -= size
                 path.unlink(missing_ok=True)
-
-    def _by_age(self, pattern: str) -> list[tuple[int, int, Path]]:
-        """Time of the last use, size and path of files, the oldest first."""
-        found = []
-        for path in self.folder.glob(pattern):
-            with suppress(FileNotFoundError):  # deleted by another server
-                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-        return sorted(found)
 
     def _put_aside(self, path: Path, error: Exception) -> None:
         """Rename a file that cannot be used; one that is gone was the oldest."""

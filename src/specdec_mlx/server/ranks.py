@@ -9,7 +9,7 @@ import mlx.core as mx
 
 T = TypeVar("T")
 
-PATIENCE = 0.1  # seconds after which the first rank tells the others that nobody has come
+PATIENCE = 0.1  # seconds after which the first rank tells the others that no request has come
 
 
 class ServerRanks:
@@ -18,11 +18,6 @@ class ServerRanks:
     def __init__(self) -> None:
         group = mx.distributed.init()
         self.is_first, self.are_several = group.rank() == 0, group.size() > 1
-
-    @property
-    def patience(self) -> float | None:
-        """Most seconds to wait before the others are told something."""
-        return PATIENCE if self.are_several else None
 
     def from_first(self, own: T) -> T:
         """The first rank's object, on every rank; called on all of them in one order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 
@@ -33,8 +33,8 @@ STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
 body { max-width: 44rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0 }
-td, th { padding: .2rem 1.5rem .2rem 0; text-align: left; vertical-align: top }
-td + td, th + th { text-align: right; font-variant-numeric: tabular-nums }
+td { padding: .2rem 1.5rem .2rem 0; vertical-align: top }
+td + td { text-align: right; font-variant-numeric: tabular-nums }
 .large { font-size: 2.5rem; margin: 0 }
 """
 
@@ -75,44 +75,39 @@ class Totals:
             known = self.by_drafter.setdefault(kind_of(key), [0, 0])
             known[:] = [a + b for a, b in zip(known, counts, strict=True)]
 
-    def _figures(self, gauges: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
-        """Name, words and value of each."""
-        for name, value in gauges.items():
-            yield f"num_requests_{name}", f"Requests {name}.", value
-        for count, (name, words) in COUNTERS.items():
-            yield f"{name}_total", words, self.counts[count]
+    def _figures(self, gauges: Mapping[str, int]) -> list[tuple[str, str, int]]:
+        """Name, words and value of each figure."""
+        figures = [(f"num_requests_{name}", f"Requests {name}.", n) for name, n in gauges.items()]
+        for key, (name, words) in COUNTERS.items():
+            figures.append((f"{name}_total", words, self.counts[key]))
+        return figures
 
     def metrics(self, gauges: Mapping[str, int]) -> str:
         """Prometheus's text format; gauges: requests `running` and `waiting`."""
-        figures = [(*figure[:2], {"": figure[2]}) for figure in self._figures(gauges)]
-        at = {f'{{position="{i}"}}': num for i, num in sorted(self.at.items())}
         lines = []
-        for name, words, samples in (*figures, (*BY_POSITION, at)):
+        samples = [(name, words, {"": value}) for name, words, value in self._figures(gauges)]
+        at = {f'{{position="{i}"}}': number for i, number in sorted(self.at.items())}
+        for name, words, values in (*samples, (*BY_POSITION, at)):
             kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP vllm:{name} {words}", f"# TYPE vllm:{name} {kind}"]
-            lines += [f"vllm:{name}{sample} {num}" for sample, num in samples.items()]
+            lines += [f"vllm:{name}{label} {value}" for label, value in values.items()]
         return "\n".join([*lines, ""])
 
     def page(self, gauges: Mapping[str, int]) -> str:
         """HTML of the counts, without scripts; it is read anew every few seconds."""
-        a_pass = self.counts["emitted"] / max(1, self.counts["passes"])
         figures = [(words, f"{value:,}") for _, words, value in self._figures(gauges)]
         shares = [
             (name, f"{accepted:,} of {drafted:,} ({accepted / max(1, drafted):.0%})")
             for name, (drafted, accepted) in sorted(self.by_drafter.items())
         ]
-        drafted = shares and _table("Drafter", "draft tokens accepted", shares)
+        if shares:
+            figures += [("Drafter", "draft tokens accepted"), *shares]
+        cells = [f"<tr><td>{escape(left)}<td>{escape(right)}" for left, right in figures]
+        a_pass = self.counts["emitted"] / max(1, self.counts["passes"])
         return (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>specdec_mlx</title>'
             f'<meta name="viewport" content="width=device-width">'
             f'<meta http-equiv="refresh" content="{REFRESH}"><style>{STYLE}</style>'
             f'<h1>specdec_mlx</h1><p class="large">{a_pass:.2f}</p><p>tokens per pass</p>'
-            f"{_table('Since the start', '', figures)}"
-            f"{drafted or ''}</html>"
+            f"<p>Since the start</p><table>{''.join(cells)}</table></html>"
         )
-
-
-def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
-    cells = [f"<td>{escape(name)}</td><td>{escape(value)}</td>" for name, value in rows]
-    lines = [f"<th>{left}</th><th>{right}</th>", *cells]
-    return f"<table><tr>{'<tr>'.join(lines)}</table>"

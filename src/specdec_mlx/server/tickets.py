@@ -1,17 +1,17 @@
-"""One request while it is served: what it is written with, and what its client is told."""
+"""One request while it is served: its client, what was prepared for it, and its text."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
-from specdec_mlx.contracts import Drafter, LogitsProcessor
+from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import (
     Grammar,
@@ -25,10 +25,11 @@ from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import ThoughtBudget, grammar_for, has_grammar, within
-from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.forced import ThoughtBudget, grammar_for, within
+from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import check_length, encoded, read_prompt, too_long
+from specdec_mlx.server.prompts import ReadPrompt, check_length, encoded, read_prompt, too_long
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -42,27 +43,28 @@ from specdec_mlx.server.text.state import TextState
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.vision.prompts import embed
 
-T = TypeVar("T")
-
 GONE = "The client has gone."
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request and the way to its client; `cancel` may be called by any thread.
+    """A request and the way to its client. Any thread may call `cancel`.
 
-    names: of its model and adapter. text: what is made of the request before its turn.
+    Attributes:
+        put: takes each event for the client.
+        names: of the model and the adapter.
+        preparation: what was made for the request before its turn.
     """
 
     request: TextRequest
     put: Callable[[Event], None]
     names: tuple[str, str | None] = ("", None)
-    text: AskedText | None = None
+    preparation: Preparation | None = None
     is_cancelled: bool = False
     has_ended: bool = False
 
     def cancel(self) -> None:
-        """End the text between two passes: the client has gone."""
+        """End the text between two passes, because the client has gone."""
         self.is_cancelled = True
 
     def check(self) -> None:
@@ -70,8 +72,8 @@ class Ticket:
         if self.is_cancelled:
             raise ConnectionError(GONE)
 
-    def tell(self, events: Iterable[Event]) -> None:
-        """Hand events over, up to the first that is an end."""
+    def send(self, events: Iterable[Event]) -> None:
+        """Send events to the client, up to the first `Ended` or `Failed`."""
         for event in events:
             if self.has_ended:
                 return
@@ -83,12 +85,65 @@ class Ticket:
                 self.is_cancelled = True
 
     def fail(self, error: Exception) -> None:
-        """Say why nothing more comes."""
-        self.tell([Failed(error)])
+        """Send the client the reason why nothing more comes."""
+        self.send([Failed(error)])
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What takes long to make of a request, and needs no pass of the model.
+
+    Attributes:
+        loaded: the model that it was made for.
+        prediction: token ids of the expected text.
+        max_tokens: tokens that the text may have.
+    """
+
+    loaded: Loaded
+    prompt: ReadPrompt
+    prediction: list[int]
+    max_tokens: int
+    grammar: Grammar | None
+
+
+def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> Preparation:
+    """Read the prompt and compile the grammar; any thread may do this beside other texts.
+
+    Raises RequestError, GrammarError and PromptError.
+    """
+    tokenizer, longest = loaded.tokenizer, loaded.longest_text
+    prompt = read_prompt(
+        request,
+        tokenizer,
+        settings,
+        most=longest,
+        finds_ends=loaded.is_stateful,
+        sight=loaded.sight,
+    )
+    check_length(request.prediction, tokenizer, longest, "prediction")
+    prediction = encoded(tokenizer, request.prediction)
+    check_ids(prompt.tokens, vocab_size_of(loaded.model))
+    num_tokens = len(prompt.tokens)
+    if (room := longest - num_tokens + 1) < 1:  # the last token is not fed
+        raise too_long(num_tokens, longest)
+    wanted = settings.max_tokens if request.max_tokens is None else request.max_tokens
+    max_tokens = room if wanted is None else min(wanted, room)
+    grammar = None
+    if request.has_grammar:
+        grammar = within(partial(compile_grammar, request, tokenizer))
+    return Preparation(loaded, prompt, prediction, max_tokens, grammar)
+
+
+def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
+    """The compiled grammar of a text, None for any text; raises RequestError and GrammarError."""
+    grammar = grammar_for(request, tokenizer)
+    if grammar is not None:
+        grammar.begin(compiled_tokenizer(tokenizer))
+    return grammar
 
 
 class GuardedGrammar(GrammarProcessor):
-    """A grammar that keeps its error; it answers with NaN, which ends its own text alone."""
+    """A grammar that keeps its error and answers with NaN, which ends its own text alone."""
 
     error: Exception | None = None
 
@@ -101,98 +156,62 @@ class GuardedGrammar(GrammarProcessor):
             return logits * mx.nan
 
 
-def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
-    """What a text must match, compiled, None for any text.
+class ServedText:
+    """The text of a request while it is written. All of it belongs to the engine's thread.
 
-    Raises RequestError and GrammarError, after a while at the latest.
+    Attributes:
+        written: token ids so far.
+        prefixes: where the target's caches are stored.
+        may_end_early: another token than the end token may end the text.
+        is_batched: the text was written beside others at its end.
+        stats: the account of the speculation, None before the first token.
     """
 
-    def make() -> Grammar | None:
-        grammar = grammar_for(request, tokenizer)
-        if grammar is not None:
-            grammar.begin(compiled_tokenizer(tokenizer))
-        return grammar
+    def __init__(
+        self,
+        ticket: Ticket,
+        preparation: Preparation,
+        models: Models,
+        prefixes: Prefixes,
+        draft_caches: Prefixes,
+    ) -> None:
+        """Raises RequestError and ValueError for a wrong request.
 
-    return within(make) if has_grammar(request) else None
-
-
-class AskedText:
-    """A request that is being served.
-
-    events: of tokens that were taken, for the client. num_given: tokens whose events it has.
-    is_batched: it was written beside others at its end. is_begun: its client knows how much of its
-    prompt was found.
-    """
-
-    sampling: Sampling
-    processors: list[LogitsProcessor]
-    drafter: Drafter | None
-    drafter_name: str
-    state: TextState
-
-    def __init__(self, ticket: Ticket, loaded: Loaded, settings: ServerSettings) -> None:
-        """Read the prompt, and compile the grammar; raises what is wrong with them.
-
-        Any thread may do so, while other texts are written.
+        Args:
+            draft_caches: where draft models store their caches.
         """
-        self.ticket, self.loaded, self.flags = ticket, loaded, settings.flags
-        self.written, self.events, self.num_given = list[int](), list[Event](), 0
+        self.ticket, self.request, self.prefixes = ticket, ticket.request, prefixes
+        self.loaded, self.prompt = preparation.loaded, preparation.prompt
+        self.max_tokens, self.flags = preparation.max_tokens, models.flags
+        self.written = list[int]()
         self.stats: SpeculationStats | None = None
-        self.num_cached = 0
-        self.is_begun = self.is_batched = False
-        request, tokenizer, most = ticket.request, loaded.tokenizer, loaded.longest_text
-        self.prompt = read_prompt(
-            request,
-            tokenizer,
-            settings,
-            most=most,
-            finds_ends=loaded.is_stateful,
-            sight=loaded.sight,
-        )
-        check_length(request.prediction, tokenizer, most, "prediction")
-        self.prediction = encoded(tokenizer, request.prediction)
-        check_ids(self.prompt.tokens, vocab_size_of(loaded.model))
-        num_tokens = len(self.prompt.tokens)
-        if (room := most - num_tokens + 1) < 1:  # the last token is not fed
-            raise too_long(num_tokens, most)
-        self.max_tokens = min(given(given(request.max_tokens, settings.max_tokens), room), room)
-        self.num_draft_tokens = given(request.num_draft_tokens, self.flags.num_draft_tokens)
-        self.rule = given(request.rule, self.flags.rule)
-        self.grammar = compile_grammar(request, tokenizer)
-
-    def equip(self, models: Models, prefixes: Prefixes, draft_caches: Prefixes) -> None:
-        """Make all that the text is written with; raises what is wrong.
-
-        draft_caches: where draft models keep theirs.
-        """
-        self.prefixes = prefixes
-        request, prompt, loaded = self.request, self.prompt, self.loaded
-        tokenizer, vocab_size = loaded.tokenizer, vocab_size_of(loaded.model)
-        sampling = Sampling(**{**loaded.sampling, **request.sampling})
-        self.sampling = sampling_for(sampling, tokenizer, vocab_size)
-        check_bias(request.penalties.get("logit_bias"), vocab_size)
-        self.processors = make_logits_processors(**request.penalties)
-        self.drafter, self.drafter_name = models.drafter(request, loaded)
+        self.num_cached: int | None = None
+        self.is_batched = False
+        request, prompt, tokenizer = self.request, self.prompt, self.loaded.tokenizer
+        by_request, by_flags = request.num_draft_tokens, self.flags.num_draft_tokens
+        self.num_draft_tokens = by_flags if by_request is None else by_request
+        self.rule = request.rule or self.flags.rule
+        self.sampling = sampling_for(request, self.loaded)
+        check_bias(request.penalties.get("logit_bias"), vocab_size_of(self.loaded.model))
+        processors = make_logits_processors(**request.penalties)
+        self.processors: list[LogitsProcessor] = processors
+        self.drafter, self.drafter_name = models.drafters.choose(request, self.loaded)
         if self.drafter is not None:
-            if self.prediction:
-                self.drafter = predicting(self.drafter, self.prediction)
+            if preparation.prediction:
+                self.drafter = predicting(self.drafter, preparation.prediction)
             self.drafter = keeping_caches(self.drafter, draft_caches)
-        thought, budget = prompt.thought, request.thought_budget
+        grammar, thought, budget = preparation.grammar, prompt.thought, request.thought_budget
         if thought is not None and budget is not None and budget < self.max_tokens:
-            self.processors.append(ThoughtBudget(thought, budget, len(prompt.tokens)))
-        elif self.grammar is None:
-            thought = None  # the text alone tells where it ends
-        if self.grammar is not None:
-            guarded = GuardedGrammar(self.grammar, tokenizer, len(prompt.tokens), thought)
-            self.processors.append(guarded)
+            processors.append(ThoughtBudget(thought, budget, len(prompt.tokens)))
+        elif grammar is None:
+            thought = None  # the text alone shows where it ends
+        if grammar is not None:
+            processors.append(GuardedGrammar(grammar, tokenizer, len(prompt.tokens), thought))
             if self.drafter is not None:
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
+        is_bounded = bool(request.stop) or not request.parallel_calls
+        self.may_end_early = is_bounded or request.has_grammar
         self.state = TextState(tokenizer, request, prompt.tokens, prompt.in_thought, thought)
-
-    @property
-    def request(self) -> TextRequest:
-        """What was asked for."""
-        return self.ticket.request
 
     @property
     def tokens(self) -> list[int]:
@@ -201,20 +220,18 @@ class AskedText:
 
     @property
     def keys(self) -> list[int]:
-        """What caches of prompt and text so far are kept by."""
+        """The keys under which caches of the prompt and the text are stored, one for each token."""
         return [*self.prompt.keys, *self.written]
 
-    @cached_property
-    def may_end_early(self) -> bool:
-        """True if it may end at another token than the end token."""
-        return (
-            bool(self.request.stop) or not self.request.parallel_calls or has_grammar(self.request)
-        )
+    @property
+    def has_ended(self) -> bool:
+        """True if no more tokens are wanted."""
+        return self.state.ended is not None or len(self.written) >= self.max_tokens
 
     def embeddings(self, caches: list[Any]) -> mx.array | None:
         """What a vision model reads in the place of the prompt's tokens, [n, D]; else None.
 
-        Of a prompt without pictures too, whose caches may come from a prompt that had some.
+        A prompt without pictures has embeddings too: its caches may be of a prompt with pictures.
         """
         if self.loaded.sight is None:
             return None
@@ -222,109 +239,77 @@ class AskedText:
         inputs = {"input_ids": mx.array([self.prompt.tokens])} if seen is None else seen.inputs
         return embed(self.loaded.model, caches, inputs)
 
-    def begin(self) -> tuple[list[Any] | None, int]:
-        """The caches that are kept of the text, or None, and how much of it they hold.
-
-        The client is told, the first time, how much of its prompt need not be read.
-        """
+    def fetch_caches(self) -> tuple[list[Any] | None, int]:
+        """The stored caches of the text, or None, and how many of its tokens are in them."""
         keys, loaded = self.keys, self.loaded
         caches, rest = self.prefixes.fetch_nearest_cache(loaded.place, keys, loaded.prefix_files)
         num_read = len(keys) - len(rest)
-        if not self.is_begun:
-            self.is_begun, self.num_cached = True, num_read
+        if self.num_cached is None:
+            self.num_cached = num_read
             self._show_progress(num_read)
         return caches, num_read
 
-    def keep(self, num_tokens: int, caches: list[Any], *, has_ended: bool = False) -> None:
-        """Keep caches that hold the first tokens of prompt and text; has_ended: in a file too."""
+    def store_caches(self, num_tokens: int, caches: list[Any], *, has_ended: bool = False) -> None:
+        """Store caches of the first tokens of prompt and text; in a file too if it `has_ended`."""
         loaded, files = self.loaded, self.loaded.prefix_files if has_ended else None
         self.prefixes.insert_cache(loaded.place, self.keys[:num_tokens], caches, files)
 
-    def was_read(self, keep: Callable[[AskedText], None], done: int, total: int) -> None:
-        """Note how far the prompt is read. `keep` keeps what could not be gone back to."""
+    def was_read(self, store: Callable[[ServedText], None], done: int, total: int) -> None:
+        """Note how far the prompt is read. `store` stores caches that cannot be shortened."""
         self._show_progress(done)
         if self.loaded.is_stateful and 0 < done < total:
-            keep(self)
+            store(self)
 
     def _show_progress(self, done: int) -> None:
-        """Tell the client how much of the prompt is read, unless there is text already."""
         if not self.written:
             total = len(self.prompt.tokens)
-            self.ticket.tell([PromptProgress(min(done, total), total, self.num_cached)])
+            self.ticket.send([PromptProgress(min(done, total), total, self.num_cached or 0)])
 
     def take(self, token: Token) -> bool:
-        """Add the next token; True if the text ends with it, other than by its length."""
+        """Add the next token and send what it shows; True if the text ends with it."""
         self.written.append(token.token)
         self.stats = token.stats
         logprobs = None if self.request.num_logprobs is None else token.logprobs
-        self.events += self.state.add(token.token, logprobs, token.from_draft)
-        return self.state.ended is not None
-
-    def give(self, token: Token) -> bool:
-        """Give the client the next token, which may have been taken; True if it is the last."""
-        self.num_given += 1
-        if self.num_given > len(self.written):
-            self.take(token)
-        if self.num_given == len(self.written) and self.has_ended:
-            self.end()
-            return True
-        self.hand_over()
-        return False
-
-    def hand_over(self) -> None:
-        """Give the client the events so far."""
-        events, self.events = self.events, []
-        self.ticket.tell(events)
-
-    @property
-    def has_ended(self) -> bool:
-        """True if no more tokens are wanted."""
-        return self.state.ended is not None or len(self.written) >= self.max_tokens
+        self.ticket.send(self.state.add(token.token, logprobs, token.from_draft))
+        return self.has_ended
 
     def end(self) -> None:
-        """Give the client what is left of the text, and its account."""
-        self.hand_over()
-        self.ticket.tell(
-            self._told(event) if isinstance(event, Ended) else event
-            for event in self.state.end(self.state.ended or "length")
-        )
-        if self.flags.stats:
-            logging.info(f"Speculation: {self.stats}")
-
-    def _told(self, ended: Ended) -> Ended:
+        """Send the rest of the text, and its account."""
+        *events, ended = self.state.end(self.state.ended or "length")
+        assert isinstance(ended, Ended)
         drafted = 0 if self.stats is None else self.stats.drafted
-        return replace(
+        account = replace(
             ended,
             num_prompt=len(self.prompt.tokens),
-            num_cached=self.num_cached,
+            num_cached=self.num_cached or 0,
             rejected=max(0, drafted - ended.accepted),
             model=self.loaded.name,
             drafter=self.drafter_name,
             is_batched=self.is_batched,
             stats=self.stats,
         )
+        self.ticket.send([*events, account])
+        if self.flags.stats:
+            logging.info(f"Speculation: {self.stats}")
 
     def fail(self, error: Exception) -> None:
-        """Say why nothing more comes: its grammar's reason, if that has one."""
+        """Send the reason why nothing more comes; an error of the grammar comes first."""
         if not isinstance(error, ConnectionError | ServerEndingError):
             logging.error("A request failed.", exc_info=error)
-        own = [getattr(processor, "error", None) for processor in self.processors]
-        self.ticket.fail(next(filter(None, own), error))
+        errors = [getattr(processor, "error", None) for processor in self.processors]
+        self.ticket.fail(next(filter(None, errors), error))
 
 
-def given(value: T | None, otherwise: T) -> T:
-    """What was given, or else another value."""
-    return otherwise if value is None else value
-
-
-def sampling_for(sampling: Sampling, tokenizer: Any, vocab_size: int) -> Sampling:
-    """The sampling for a model, with what mlx-lm's server excludes from XTC."""
-    if sampling.top_k >= vocab_size:
-        sampling = replace(sampling, top_k=0)  # all of them
-    if sampling.xtc_probability > 0 and not sampling.xtc_special_tokens:
-        special: Sequence[int] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        sampling = replace(sampling, xtc_special_tokens=special)
-    return sampling
+def sampling_for(request: TextRequest, loaded: Loaded) -> Sampling:
+    """The sampling of a text; XTC excludes the tokens that it excludes in mlx-lm's server."""
+    fields: dict[str, Any] = {**loaded.sampling, **request.sampling}
+    if fields.get("top_k", 0) >= vocab_size_of(loaded.model):
+        fields["top_k"] = 0  # all of them
+    if fields.get("xtc_probability") and not fields.get("xtc_special_tokens"):
+        tokenizer = loaded.tokenizer
+        special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        fields["xtc_special_tokens"] = special
+    return Sampling(**fields)
 
 
 def check_bias(bias: dict[int, float] | None, vocab_size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec_mlx.server.engine import Engine
-from specdec_mlx.server.models import LONGEST_TEXT
+from specdec_mlx.server.loading import LONGEST_TEXT
 from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.prompts import READING, check_length, encoded, read_prompt
 from specdec_mlx.server.protocols.body import Body, Count, fields_of, text_request
@@ -26,7 +26,7 @@ def tokenize(engine: Engine, body: Object) -> Object:
     `max_model_len` is the number of positions, if the model is loaded. Raises RequestError.
     """
     is_bare = not fields_of(body, TokensBody).add_special_tokens
-    request = asked_for(engine, body)
+    request = request_of(engine, body)
     tokenizer, loaded = engine.models.tokenizer_for(request), engine.models.loaded_for(request)
     bound = LONGEST_TEXT if loaded is None else loaded.longest_text
     prompt = request.prompt
@@ -34,7 +34,7 @@ def tokenize(engine: Engine, body: Object) -> Object:
         check_length(prompt, tokenizer, bound)
         tokens = encoded(tokenizer, prompt)
     else:
-        sight = engine.models.sight_for(request)
+        sight = None if loaded is None else loaded.sight
         tokens = read_prompt(request, tokenizer, engine.settings, most=bound, sight=sight).tokens
     return {"count": len(tokens), "max_model_len": loaded and bound, "tokens": tokens}
 
@@ -57,7 +57,7 @@ def apply_template(engine: Engine, body: Object) -> Object:
     return detokenize(engine, {**body, "tokens": tokenize(engine, body)["tokens"]})
 
 
-def asked_for(engine: Engine, body: Object) -> TextRequest:
+def request_of(engine: Engine, body: Object) -> TextRequest:
     """A body as a request, which is checked; raises RequestError."""
     wire = CHAT if "messages" in body else COMPLETIONS
     requests = wire.read({**body, "max_tokens": 1, "n": 1}).requests

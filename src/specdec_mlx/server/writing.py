@@ -1,18 +1,19 @@
-"""Ways to write texts: one text by the loop, or several together as the rows of a batch.
+"""Two ways to write texts: one text by the loop, or several together as the rows of a batch.
 
-A text that is alone is written by the loop. A batch of one text takes three times the loop's host
-time, and it has neither trees nor the target's keys and values. When another text comes, both go on
-as rows.
+The loop writes a text that is alone, because a batch of one text takes up to three times as much
+host time, and has neither trees nor the target's keys and values. When another text comes, both go
+on as rows.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -28,76 +29,86 @@ from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.models import Loaded
+from specdec_mlx.server.loading import Loaded
 from specdec_mlx.server.requests import ServerEndingError
-from specdec_mlx.server.tickets import AskedText
+from specdec_mlx.server.tickets import ServedText
 
 
-def options_for(loaded: Loaded, settings: ServerSettings) -> Options:
-    """The options that all texts have in common.
+def shared_options(loaded: Loaded, settings: ServerSettings) -> Options:
+    """The options that all texts of a model have in common.
 
-    On several ranks texts are on the stream on which these talk to each other.
+    On several ranks texts are on the stream on which the ranks talk to each other.
     """
     are_several = mx.distributed.init().size() > 1
+    names = "prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start"
+    by_flags: dict[str, Any] = {name: getattr(settings, name) for name in names}
     return Options(
-        prefill_step_size=settings.prefill_step_size,
-        kv_bits=settings.kv_bits,
-        kv_group_size=settings.kv_group_size,
-        quantized_kv_start=settings.quantized_kv_start,
+        **by_flags,
         tokenizer=loaded.tokenizer,
         stream=mx.default_stream(mx.default_device()) if are_several else generation_stream,
     )
 
 
+def options_of(text: ServedText, store: Callable[[ServedText], None]) -> dict[str, Any]:
+    """The options of one text, by the names that the loop and a row of a batch have for them.
+
+    store: stores the caches of a prompt that is read in part.
+    """
+    return {
+        "max_tokens": text.max_tokens,
+        "sampler": text.sampling,
+        "seed": text.request.seed,
+        "logits_processors": text.processors,
+        "prefill_stops": text.prompt.ends,
+        "prompt_progress_callback": partial(text.was_read, store),
+    }
+
+
 class WritingAlone:
     """One text, written by the loop."""
 
-    def __init__(self, text: AskedText, settings: ServerSettings) -> None:
-        self.text, self.texts = text, [text]
-        self.loaded, self.settings = text.loaded, settings
+    def __init__(self, text: ServedText, settings: ServerSettings) -> None:
+        self.texts, self.settings = [text], settings
         self.generation: Generation | None = None
-        self._tokens = self._written()
+        self._tokens = self._write(text)
 
     @property
     def has_place(self) -> bool:
-        """True if another text may join: the texts of the model can be rows."""
-        return self.loaded.has_rows
+        """True if the texts of the model can be rows."""
+        return self.texts[0].loaded.has_rows
 
-    def with_another(self, text: AskedText) -> WritingTogether:
-        """Both as rows of a batch; this text goes on from its caches."""
-        batch = WritingTogether(self.loaded, self.settings)
+    def join(self, text: ServedText) -> WritingTogether:
+        """Write both as rows of a batch; this text goes on from its caches."""
+        (before,) = self.texts
+        batch = WritingTogether(text.loaded, self.settings)
         try:
-            self._leave()
-            batch.with_another(self.text)
+            self._leave(before)
         except Exception as error:
-            self.text.fail(error)
-        return batch.with_another(text)
+            before.fail(error)
+        else:
+            batch.join(before)
+        return batch.join(text)
 
-    def _written(self) -> Generator[Token | None, None, None]:
+    def _write(self, text: ServedText) -> Generator[Token | None, None, None]:
         """The tokens of the text; None where a part of its prompt was read."""
-        text, model = self.text, self.loaded.model
-        caches, num_read = text.begin()
-        shared = options_for(self.loaded, self.settings)
-        own = split_cache(model, caches, shared)[0]
+        model = text.loaded.model
+        caches, num_read = text.fetch_caches()
+        shared = shared_options(text.loaded, self.settings)
+        target_caches = split_cache(model, caches, shared)[0]
         options = replace(
             shared,
-            max_tokens=text.max_tokens,
-            sampler=text.sampling,
-            seed=text.request.seed,
+            **options_of(text, self._store),
             rule=text.rule,
             num_draft_tokens=text.num_draft_tokens,
-            logits_processors=text.processors,
-            prefill_stops=text.prompt.ends,
-            prompt_cache=own,
-            input_embeddings=text.embeddings(own),
-            prompt_progress_callback=partial(text.was_read, self.keep),
+            prompt_cache=target_caches,
+            input_embeddings=text.embeddings(target_caches),
         )
         generation = self.generation = assemble(
             model,
             text.prompt.tokens,
             text.drafter,
             options,
-            own,
+            target_caches,
             group=group_of(model),
             num_read=num_read,
             of_batch={"num_unseen": num_read},
@@ -114,95 +125,89 @@ class WritingAlone:
 
     def step(self) -> None:
         """Read a part of the prompt, or write a token."""
+        (text,) = self.texts
         try:
             # on other ranks than the first it may end before its end
             token = next(self._tokens, ServerEndingError())
             if isinstance(token, Exception):
                 raise token
-            if token is not None and self.text.give(token):
-                self.texts = []
-                self._leave()
-            else:
-                self.text.ticket.check()
+            if token is None or not text.take(token):
+                text.ticket.check()
+                return
+            text.end()
+            self.texts = []
+            self._leave(text)
         except Exception as error:
             self.close(error)
 
-    def keep(self, text: AskedText) -> None:
-        """Keep a copy of what the caches hold of the prompt."""
-        assert self.generation is not None
-        held = self.generation.target.rollback
-        text.keep(held.position, copy.deepcopy(held.caches))
-
     def close(self, error: Exception) -> None:
-        """End the text. Its caches are kept unless it failed."""
+        """End the text. Its caches are stored unless it failed."""
         texts, self.texts = self.texts, []
         for text in texts:
             text.fail(error)
-        self._leave(keeps=isinstance(error, ConnectionError | ServerEndingError) and bool(texts))
+            self._leave(text, stores=isinstance(error, ConnectionError | ServerEndingError))
 
-    def _leave(self, *, keeps: bool = True) -> None:
-        """Stop where the text is, and keep its caches."""
+    def _leave(self, text: ServedText, *, stores: bool = True) -> None:
+        """Stop where the text is, and store its caches."""
         try:
             self._tokens.close()
         except CacheRollbackError as error:
             logging.warning(f"The caches of a text are not kept: {error}")
             return
-        if (generation := self.generation) is None or not keeps:
+        if (generation := self.generation) is None or not stores:
             return
-        held, is_read = generation.target.rollback, generation.is_prefilled
-        if held.position and (is_read or self.settings.kv_bits is None):
-            self.text.keep(held.position, held.caches, has_ended=is_read)
+        target, is_read = generation.target.rollback, generation.is_prefilled
+        if target.position and (is_read or self.settings.kv_bits is None):
+            text.store_caches(target.position, target.caches, has_ended=is_read)
+
+    def _store(self, text: ServedText) -> None:
+        """Store a copy of what the caches hold of the prompt."""
+        assert self.generation is not None
+        target = self.generation.target.rollback
+        text.store_caches(target.position, copy.deepcopy(target.caches))
 
 
 class WritingTogether:
-    """Several texts, written as the rows of one batch. texts: by their numbers there."""
+    """Several texts, written as the rows of one batch."""
 
     def __init__(self, loaded: Loaded, settings: ServerSettings) -> None:
         self.settings = settings
-        self.texts = dict[int, AskedText]()
+        self.texts = dict[int, ServedText]()
         self.batch = BatchGeneration(
             loaded.model,
-            options=options_for(loaded, settings),
+            options=shared_options(loaded, settings),
             schedule=Schedule(max(settings.decode_concurrency, settings.prompt_concurrency)),
             stop_tokens=frozenset(loaded.tokenizer.eos_token_ids),
             returns_caches=True,
             completes_caches=False,
-            on_error=self._give_up,
+            on_error=self._fail,
         )
         self._steps: Generator[BatchToken | None, None, None] | None = None
 
     @property
     def has_place(self) -> bool:
-        """True if one more text may join."""
+        """True if the batch has a row for one more text."""
         return len(self.texts) < self.batch.schedule.max_texts
 
-    def with_another(self, text: AskedText) -> WritingTogether:
-        """These rows and another one, which begins or goes on; an error ends that text alone."""
+    def join(self, text: ServedText) -> WritingTogether:
+        """Write a text, which begins or goes on, as one more row."""
+        length = None if text.num_draft_tokens == "auto" else text.num_draft_tokens
         try:
-            caches, num_read = text.begin()
-            length = None if text.num_draft_tokens == "auto" else text.num_draft_tokens
-            drafting = OwnDrafting(without_readers(text.drafter), text.rule, length)
-            uid = self.batch.insert(
-                Request(
-                    text.tokens,
-                    text.max_tokens,
-                    text.sampling,
-                    text.request.seed,
-                    text.processors,
-                    prompt_cache=caches,
-                    num_read=num_read,
-                    num_said=len(text.written),
-                    drafting=drafting,
-                    is_end=text.take if text.may_end_early else None,
-                    stats=text.stats,
-                    stops=text.prompt.ends,
-                    on_progress=partial(text.was_read, self.keep),
-                )
+            caches, num_read = text.fetch_caches()
+            row = Request(
+                text.tokens,
+                **options_of(text, self._store),
+                prompt_cache=caches,
+                num_read=num_read,
+                num_said=len(text.written),
+                drafting=OwnDrafting(without_readers(text.drafter), text.rule, length),
+                is_end=text.take if text.may_end_early else None,
+                stats=text.stats,
             )
         except Exception as error:
             text.fail(error)
             return self
-        self.texts[uid] = text
+        self.texts[self.batch.insert(row)] = text
         if (most := self.settings.prompt_cache_bytes) is not None:  # of all caches together
             text.prefixes.trim_to(max(0, most - self.batch.num_cache_bytes))
         return self
@@ -213,8 +218,8 @@ class WritingTogether:
             try:
                 text.ticket.check()
             except ConnectionError as error:
-                self.keep(text)
-                self._give_up(uid, error)
+                self._store(text)
+                self._fail(uid, error)
         self._steps = self._steps or self.batch.steps()
         try:
             row = next(self._steps)
@@ -224,51 +229,53 @@ class WritingTogether:
             self._steps = None
             waiting = {uid for uid, _ in self.batch.schedule.waiting}  # they are begun anew
             for uid in self.texts.keys() - waiting:
-                self._give_up(uid, error)
+                self._fail(uid, error)
         else:
             if row is not None and row.uid in self.texts:
-                self._give(row)
+                self._take(row)
 
-    def _give(self, row: BatchToken) -> None:
+    def _take(self, row: BatchToken) -> None:
         text = self.texts[row.uid]
-        text.is_batched = True
         try:
-            if text.give(row.token):
+            if not text.may_end_early:  # else the batch has called `take`
+                text.take(row.token)
+            if row.finish_reason is not None:
+                text.is_batched = True
+                text.end()
                 if row.prompt_cache is not None:
-                    text.keep(row.num_cached, row.prompt_cache, has_ended=True)
+                    text.store_caches(row.num_cached, row.prompt_cache, has_ended=True)
                 del self.texts[row.uid]
-                self.batch.schedule.remove(row.uid)
         except Exception as error:
-            self._give_up(row.uid, error)
-
-    def keep(self, text: AskedText) -> None:
-        """Keep what was read of a prompt so far, or what the caches hold of its text."""
-        schedule, num_known = self.batch.schedule, len(text.keys) - 1
-        for reading in schedule.reading:
-            if self.texts.get(reading.uid) is text and (num_read := reading.reader.num_read):
-                text.keep(num_read, copy.deepcopy(reading.reader.caches.caches))
-        for row, writing in enumerate(schedule.writing):
-            if self.texts.get(writing.uid) is text:
-                with suppress(CacheRollbackError), mx.stream(self.batch.options.stream):
-                    alone = self.batch.passes.extract(row)
-                    text.keep(alone.rewind_to(num_known), alone.caches)
-
-    def _give_up(self, uid: int, error: Exception) -> None:
-        self.batch.schedule.remove(uid)
-        if (text := self.texts.pop(uid, None)) is not None:
-            text.fail(error)
+            self._fail(row.uid, error)
 
     def close(self, error: Exception) -> None:
-        """End all texts, for a reason."""
+        """End all texts."""
         for uid in list(self.texts):
-            self._give_up(uid, error)
+            self._fail(uid, error)
         if self._steps is not None:
             self._steps.close()
         self.batch.on_error = None  # or caches live on in a circle
 
+    def _fail(self, uid: int, error: Exception) -> None:
+        self.batch.schedule.remove(uid)
+        if (text := self.texts.pop(uid, None)) is not None:
+            text.fail(error)
+
+    def _store(self, text: ServedText) -> None:
+        """Store copies of what the caches hold of a prompt so far, or of a text."""
+        schedule, num_known = self.batch.schedule, len(text.keys) - 1
+        for reading in schedule.reading:
+            if self.texts.get(reading.uid) is text and (num_read := reading.reader.num_read):
+                text.store_caches(num_read, copy.deepcopy(reading.reader.caches.caches))
+        for row, writing in enumerate(schedule.writing):
+            if self.texts.get(writing.uid) is text:
+                with suppress(CacheRollbackError), mx.stream(self.batch.options.stream):
+                    alone = self.batch.passes.extract(row)
+                    text.store_caches(alone.rewind_to(num_known), alone.caches)
+
 
 Writing = WritingAlone | WritingTogether
-"""Texts that are written, by a way that was chosen once."""
+"""Texts that are written. Nobody but `WritingAlone.join` tells the two ways apart."""
 
 
 def without_readers(drafter: Drafter | None) -> Drafter | None:
