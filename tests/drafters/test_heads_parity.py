@@ -200,7 +200,7 @@ def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array, Any]]) -> C
             ends, scale = self.anatomy, self.anatomy.width**0.5
             state, embedded, read = change(state, ends.embed(token) * scale, read)
             with pytest.MonkeyPatch.context() as inner:
-                inner.setattr(self, "ends", replace(ends, embedding=Given(embedded / scale)))
+                inner.setattr(self, "anatomy", replace(ends, embedding=Given(embedded / scale)))
                 return step(self, state, token, read)
 
         patch.setattr(gemma4_assistant.Gemma4Assistant, "step", wrong)
