@@ -181,7 +181,7 @@ def test_what_was_missed_in_a_pause_is_copied_unless_the_target_forgot(size, fed
     """Rows that are fed: the last token, and one that was drafted and not fed."""
     model = tiny.build("qwen2")
     caches = make_prompt_cache(model, max_kv_size=size)
-    held = SimpleNamespace(position=0, keys_values=partial(keys_values_of, caches))
+    held = SimpleNamespace(position=0, rollback=None, keys_values=partial(keys_values_of, caches))
     session: Any = exit_of(model).begin(PROMPT, DraftContext(vocab_size=128, target_caches=held))
 
     def read(tokens: list[int]) -> None:

@@ -159,7 +159,7 @@ class DrafterChoice:
         if isinstance(one, nn.Module | Path) or (isinstance(one, str) and is_place_of_model(one)):
             return DraftModel(one).make(target=target)
         if not isinstance(one, str):
-            drafter: Drafter = as_drafter(one)
+            drafter: Drafter = one if isinstance(one, Drafter) else as_drafter(one)
             return drafter
         if not takes_model(name := name_in(one)):
             takes_it = memory is not None and takes(name, "memory")
