@@ -225,7 +225,7 @@ def thought_of(request: TextRequest, tokenizer: Any, is_open: bool) -> Thought:
         closes=tokenizer.think_end_tokens,
         opens=() if is_open else tokenizer.think_start_tokens,
         calls=tokenizer.tool_call_start_tokens if reads_calls(request, tokenizer) else (),
-        ends=tuple(tokenizer.eos_token_ids),
+        eos_ids=tuple(tokenizer.eos_token_ids),
     )
 
 

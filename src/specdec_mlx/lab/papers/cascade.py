@@ -110,7 +110,7 @@ class CascadeSession(CombinedSession):
         """keyed: sessions of the first and the look-up. num_first: most tokens by the first."""
         super().__init__(keyed)
         # a wrapper is told of the end, and the session in it is asked
-        (((_, self.first),), ((_, self.then),)) = self.asked
+        (((_, self.first),), ((_, self.then),)) = self.session_groups
         self.num_first = num_first
 
     @property

@@ -94,7 +94,7 @@ class TreeSession(CombinedSession, ValuedSession):
         """keyed: sessions, each with its drafter's key. grow: adds to the tree worth most."""
         super().__init__(keyed)
         self.key, self.is_coupled, self.grow = key, is_coupled, grow
-        self.writers = [one for group in self.asked for one in group]
+        self.writers = [one for group in self.session_groups for one in group]
         self.drafts: Sequence[Draft] = ()
 
     def propose(self, limit: int) -> Draft:
