@@ -115,7 +115,6 @@ class RowLength(DraftLength):
         return len(draft) if self.auto.cut(part, draft) else 0
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
-        """The draft that is worth most, uncut."""
         key, draft = self.auto.choose(drafts)
         return key, dict(drafts).get(key, draft)
 
@@ -132,6 +131,5 @@ class RowLength(DraftLength):
         return chances
 
     def record(self, round_: RoundRecord) -> None:
-        """Learn how many tokens were right. `SharedLength` learns the costs."""
         for key, part in self.auto.parts.items():
             part.record(replace(round_, steady=False), round_.drafted > 0 and key == round_.part)

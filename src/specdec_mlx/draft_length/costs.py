@@ -223,7 +223,6 @@ class CostModel:
         return float(np.interp(rows, list(fitted), list(fitted.values())))
 
     def restore(self, *ratios: Mapping[int, Sequence[float]]) -> None:
-        """Replace the measured costs of new rows and of copied rows."""
         self.ratios, self.copied = (
             {rows: new_samples(costs) for rows, costs in kind.items() if costs} for kind in ratios
         )
@@ -322,7 +321,6 @@ class Steps:
         return min(first, self.of(self.further)) if self.further else first
 
     def __call__(self, num_steps: int) -> float:
-        """Cost of a draft of this number of steps."""
         return self.of(self.first) + (num_steps - 1) * self.step if num_steps else 0.0
 
 

@@ -103,7 +103,6 @@ class Selection:
         return cls(length, parts, any(True in kind for kind in kinds), is_free, stream)
 
     def choose(self, room: Room) -> Choice:
-        """The draft that is worth most, in the first group that has a draft."""
         reasons, was_paid = [NOT_WORTH], False
         for group in self.groups:
             best = self.look_up(group, room, reasons)
@@ -220,7 +219,6 @@ class Drafting:
         return self.target.takes_trees()
 
     def propose(self) -> Draft:
-        """The best draft of the first group of sessions that has a draft."""
         self.part, selection = "", self.selection
         # The verdict brings a token of its own, so the last token needs no draft.
         if selection is None or not self.sequence.wants_more(0 if self.keeps_cache else 1):
@@ -245,7 +243,6 @@ class Drafting:
         return True
 
     def close(self, end: int) -> None:
-        """Tell the session that the caller has only the first `end` tokens."""
         if self.session is not None:
             self.session.close(end)
 

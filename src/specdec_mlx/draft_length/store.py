@@ -116,7 +116,6 @@ class Learned:
         return SavedDrafter((self.chances.weights, self.unseen.weights), steps, self.account.budget)
 
     def restore(self, saved: SavedDrafter) -> None:
-        """Replace the state by a saved state."""
         self.chances.weights, self.unseen.weights = saved.weights
         self.account.budget = saved.budget
         self.steps.first.extend(saved.steps[0])

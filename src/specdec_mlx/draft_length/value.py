@@ -296,7 +296,6 @@ class Model:
         return max(0, len(self._times) - 1)
 
     def num_unread(self) -> float:
-        """Number of tokens that it has to read, beyond the tokens of a round."""
         unread = self.prices.context if self.unread is None else self.unread
         return min(unread, self.most_unread) if unread > LONGEST + 1 else 0
 
@@ -467,7 +466,6 @@ class Auto(DraftLength):
         return self.parts[part].cut(draft) if len(draft) else 0
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
-        """The draft that is worth most, cut to its best length."""
         chosen, best, self._chosen_gain = "", NO_DRAFT, 0.0
         for key, draft in drafts:
             part = self.parts[key]
@@ -479,7 +477,6 @@ class Auto(DraftLength):
         return chosen, best
 
     def beats_chosen(self, part: str) -> bool:
-        """True if a draft model promises more than the draft that was chosen last."""
         return bool(self.parts[part].gain > self._chosen_gain)
 
     def best_tree(self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: MayFork) -> Draft:
@@ -517,7 +514,6 @@ class Auto(DraftLength):
         return prices.rate * cost if num_drafted <= prices.most else inf
 
     def record(self, round_: RoundRecord) -> None:
-        """Learn costs, acceptance and the rate from a round."""
         if self.policy is not None:
             self.policy.record(round_)
             round_ = replace(round_, steady=False)  # no length depends on costs

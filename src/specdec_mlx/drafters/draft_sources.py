@@ -27,8 +27,8 @@ from specdec_mlx.drafters.drawing import (
 )
 from specdec_mlx.drafters.tree_drafts import TreeDraws
 
+# of new nodes of a tree; None in a chain, where each token follows the last token
 Parents = Sequence[int] | None
-"""Parents of new nodes of a tree. None in a chain, where each token follows the last token."""
 
 
 def check_way_of_writing(drafter: Any) -> None:
@@ -122,7 +122,6 @@ class WritingSession(Session):
 
     @property
     def forks(self) -> bool:
-        """True if trees are wanted and the source takes them."""
         return self.branches > 1 and self.source.takes_trees
 
     def propose(self, limit: int) -> Draft:
@@ -141,7 +140,6 @@ class WritingSession(Session):
         return draft
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """At most `limit` tokens, while they are worth verifying."""
         source = self.source
         length = source.begin_draft(limit)
         if source.at_once:
@@ -157,7 +155,6 @@ class WritingSession(Session):
         return ChainDraws(source.context, self.sampling, source.tokens, source.num_prompt, at_once)
 
     def drawn(self, length: int) -> ChainDraws:
-        """All tokens of a draft whose logits were made at once."""
         draws = self.draws(length)
         return draw_rows(draws, self.source.logits) if length else draws
 
@@ -171,7 +168,6 @@ class WritingSession(Session):
         self.source.see(features)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Append the emitted tokens. A tree learns from them."""
         if self.tree is not None:
             self.tree.learn(tokens)
             self.tree = None

@@ -96,7 +96,6 @@ class ChainDraws:
         return likeliest if self.is_drawn else likeliest - mx.logsumexp(rows, axis=-1)
 
     def draft(self, length: int | None = None) -> Draft:
-        """The first `length` tokens, by default all."""
         length = len(self) if length is None else length
         if length == 0:
             return Draft()
@@ -129,7 +128,6 @@ def draft_to(length: int, draws: ChainDraws, step: NextLogits) -> Draft:
 
 
 def draw_rows(draws: ChainDraws, logits: mx.array) -> ChainDraws:
-    """Draw a token from each row of logits [n, V] of one pass."""
     for rows in mx.split(logits, len(logits)) if draws.one_by_one else [logits]:
         draws.draw(rows)
     return draws
@@ -166,7 +164,6 @@ def _mix(average: float, sample: float) -> float:
 def draft_while(
     length: int, draws: ChainDraws, step: NextLogits, goes_on: GoesOn, pace: Pace
 ) -> Draft:
-    """Draw at most `length` tokens, while they are worth verifying."""
     return worth_it(draws, _confidences_of_steps(length, draws, step, pace), goes_on)
 
 

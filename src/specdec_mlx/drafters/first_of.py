@@ -31,7 +31,6 @@ class Several(Drafter):
             drafter.check(context)
 
     def keeps_draft_cache(self, context: DraftContext) -> bool:
-        """True if one of the drafters keeps draft caches."""
         return any(drafter.keeps_draft_cache(context) for drafter in self.drafters)
 
 
@@ -107,11 +106,9 @@ class FirstOf(Several):
 
     @property
     def key(self) -> str:
-        """The keys of its drafters, in order."""
         return f"{type(self).__name__}({', '.join(drafter.key for drafter in self.drafters)})"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Begin a session of each drafter."""
         keyed = [
             (drafter.key, begin_session(drafter, list(prompt), context_for(drafter, context)))
             for drafter in self.drafters
@@ -119,7 +116,6 @@ class FirstOf(Several):
         return GroupedSession(keyed, in_one_group=self.compete)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
-        """This combination, of changed drafters."""
         return type(self)(*map(change, self.drafters))
 
 

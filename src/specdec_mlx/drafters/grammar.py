@@ -128,7 +128,6 @@ class GrammarProcessor:
         self.place = self.beginning()
 
     def beginning(self) -> GrammarPosition:
-        """A new position before the first token of the text."""
         place = GrammarPosition(self.grammar.begin(self.tokenizer), self.thought)
         place.go_to([])
         return place
@@ -155,7 +154,6 @@ class GrammarDrafter(Drafter):
         self._processor(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
-        """Begin where the processor begins."""
         processor = self._processor(context)
         # A known start means that the text began before this prompt ended.
         start = len(prompt) if processor.start is None else processor.start

@@ -90,7 +90,6 @@ class ModelDrafter(Drafter):
         return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)})"
 
     def models(self) -> Sequence[nn.Module]:
-        """The draft model."""
         return [self.model]
 
     def check(self, context: DraftContext) -> None:
@@ -104,7 +103,6 @@ class ModelDrafter(Drafter):
             check_caches_fit(self.model, context.draft_cache)
 
     def keeps_draft_cache(self, context: DraftContext) -> bool:
-        """True for a model with the target's tokenizer."""
         return self.shared_with(context) is None
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
@@ -222,7 +220,6 @@ class ModelReader(DraftSource):
 
     @property
     def num_unread(self) -> int:
-        """Number of unread tokens of the text."""
         return len(self.tokens) - self.rollback.position
 
     def unread(self, count: int) -> tuple[list[int], None]:
@@ -232,7 +229,6 @@ class ModelReader(DraftSource):
         return [min(token, most) for token in self.tokens[start : start + count]], None
 
     def count_read(self, count: int) -> None:
-        """Count more positions in its row."""
         self.rollback.advance(count)
 
     def hold_draft(self, num_tokens: int) -> None:
@@ -249,7 +245,6 @@ class ModelSource(ModelReader):
         self.fed_parents: list[int] = []
 
     def begin_draft(self, limit: int) -> int:
-        """Read the text. Returns the longest possible draft."""
         if limit == 0:
             return 0
         self.catch_up()
@@ -266,7 +261,6 @@ class ModelSource(ModelReader):
         return may_fork and first_inexact(self.model, 0, on_trees=True) is None
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
-        """Logits of a pass over more tokens, or over the unread tokens of the text."""
         if tokens is None:
             return self.feed(to_ids(self.tokens[self.rollback.position :]))[-1:]
         return self.feed(tokens, None if parents is None else next_level(self.fed_parents, parents))

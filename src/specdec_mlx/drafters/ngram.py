@@ -48,7 +48,6 @@ class Continuations:
         self.total = times
 
     def add(self, token: int, times: int = 1) -> None:
-        """Count `token`."""
         self.total += times
         count = self.counts.get(token, 0) + times
         self.counts[token] = count
@@ -115,7 +114,6 @@ class NGramCounts:
                     yield (*context, token), count
 
     def counts(self, context: Context) -> Mapping[int, int]:
-        """Count of each token after a context."""
         entry = self._tables[len(context)].get(context)
         if entry is None:
             return {}
@@ -202,7 +200,6 @@ class NGramIndex(TextIndex):
         self._output.clear()
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """At most `limit` tokens, each the most frequent after the tokens before it."""
         context = self.context
         for token in more:
             context = self.counts.shift(context, token)
@@ -225,7 +222,6 @@ class NGramIndex(TextIndex):
             self._output += tokens
 
     def close(self, length: int) -> None:
-        """Add the output to the kept counts."""
         if self.table is not None:
             self.table.add(self._output[: length - self._num_prompt])
             self._output = []
@@ -235,6 +231,5 @@ class NGramIndex(TextIndex):
         in_text = self.counts.continuation(context)
         if self.table is None or (in_text and in_text.width == self.counts.widths[-1]):
             return in_text
-        in_table: Continuation | None = self.table.continuation(context)
-        is_longer = in_table and (in_text is None or in_table.width > in_text.width)
-        return in_table if is_longer else in_text
+        saved: Continuation | None = self.table.continuation(context)
+        return saved if saved and (in_text is None or saved.width > in_text.width) else in_text

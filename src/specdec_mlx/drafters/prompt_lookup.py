@@ -66,7 +66,6 @@ class PromptLookupIndex(TextIndex):
         self.append(prompt)
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """Copy the tokens after the longest match in the text."""
         length = min(limit, self._config.num_draft or limit)
         tail = [*self._text[-MAX_MATCH:], *more][-MAX_MATCH:]
         for n, positions in self._position_after.items():

@@ -169,8 +169,6 @@ class Retokenized(Session):
         return Draft(self.write(pending, num_steps)[:limit])
 
     def write(self, pending: list[int], num_steps: int) -> list[int]:
-        """The model's likeliest text, in the target's tokens."""
-
         def step(token: mx.array | None) -> mx.array:
             if token is None:
                 return self.feed(pending)[-1:]
@@ -232,7 +230,6 @@ class Retokenized(Session):
         return self.rollback.rewind_to(max(0, same))
 
     def feed(self, ids: list[int]) -> mx.array:
-        """Run one pass of the draft model. Returns logits [S, W]."""
         logits = self.rollback.forward(self.model, to_ids(ids))
         self.fed += ids
         return logits

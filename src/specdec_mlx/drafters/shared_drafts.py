@@ -107,7 +107,6 @@ class DraftPasses:
         self.go_back()
 
     def go_back(self) -> None:
-        """Rewind each row to the positions that its text counts."""
         self.caches.go_back([session.source.num_held for session in self.sessions])
 
     def num_unread(self) -> list[int]:
@@ -152,7 +151,6 @@ class DraftPasses:
         return list(mx.split(self.model.logits(mx.concatenate(made)), len(made)))
 
     def note(self) -> None:
-        """Read the waiting states of a head if there are many."""
         # Waiting states take memory, in proportion to the texts.
         if self.is_head and max(self.num_unread(), default=0) * len(self.sessions) >= MOST_WAITING:
             self.update()
@@ -212,7 +210,6 @@ class SharedSession(Session):
         return self.drawn
 
     def set_draft(self, draws: ChainDraws) -> None:
-        """Set the draft of this round."""
         self.drawn = draws
         # The last drawn token was never fed to the model.
         self.source.hold_draft(len(draws) - 1)
@@ -226,7 +223,6 @@ class SharedSession(Session):
         self.passes.note()
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Append the emitted tokens."""
         # Nothing of this draft was verified, so the row holds the text only.
         if not self.was_asked:
             self.source.hold_draft(0)

@@ -242,7 +242,6 @@ class SharedVocabulary:
 
 @PerModel
 def log_foreign(shared: SharedVocabulary) -> None:
-    """Log once that drafts are carried over as text."""
     logging.getLogger(__name__).warning(
         "specdec_mlx: the draft model has a tokenizer of its own (%s); what it drafts is carried "
         "over as text.",

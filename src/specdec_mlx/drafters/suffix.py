@@ -119,7 +119,6 @@ def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
 
 
 def evidence_of(paths: Sequence[Path], share: float) -> Evidence:
-    """Evidence of a token that gets this share of the weight."""
     return _same(max(map(MATCH, paths)), share, len(paths))
 
 
@@ -207,7 +206,6 @@ class SuffixIndex(TextIndex):
         self._longest = config.num_draft or sys.maxsize
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """Copy at most `limit` tokens from the places that match best."""
         paths, length = self.paths(limit, more)
         return vote(paths, length) if paths else NO_DRAFT
 
@@ -215,7 +213,6 @@ class SuffixIndex(TextIndex):
         self._text.append(tokens)
 
     def close(self, length: int) -> None:
-        """Add the first `length` tokens of prompt and output to the memory."""
         memory, self._memory = self._memory, None
         if memory is not None:
             start = 0 if memory.remember_prompts else self._num_prompt

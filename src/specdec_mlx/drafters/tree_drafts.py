@@ -131,7 +131,6 @@ class TreeDraws:
         self.siblings[node] = Siblings(depth, evidence, [chance / total for chance in chances])
 
     def add(self, node: int, token: int) -> int:
-        """Add the next sibling after `node` as a node."""
         place, new = self.siblings[node], len(self.parents)
         self.reaches[new] = self.reaches[node] * place.chances[len(place.children)]
         self.parents.append(node)
@@ -140,7 +139,6 @@ class TreeDraws:
         return new
 
     def learn(self, text: Sequence[int]) -> None:
-        """Learn from the emitted text until it leaves the tree."""
         node: int | None = ROOT
         for token in text:
             place = self.siblings.get(node) if node is not None else None
@@ -196,7 +194,6 @@ class TreeDraws:
         return drawn, laws
 
     def _noise(self, nodes: Sequence[int], vocab_size: int) -> mx.array:
-        """Gumbel noise [n, V], one row for each node."""
         if self.context.coupled:
             # Coupled drafts use the noise of the target's own draw at this position.
             depth = len(self._path(nodes[0]))

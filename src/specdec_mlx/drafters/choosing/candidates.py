@@ -273,7 +273,6 @@ def locate(model: str) -> Path:
 
 
 def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
-    """Name and folder of each model in a folder, or in the Hugging Face cache."""
     if where is not None and not where.is_dir():
         raise ModelFolderError(f"There is no folder {where}. Give one that holds model folders.")
     if where is not None and not any(where.glob("models--*")):
