@@ -186,11 +186,8 @@ def find_heads(
         folder: folder of the model, which is left out.
         places: name and folder of each possible head.
     """
-    target, known, heads = (
-        {} if folder is None else config_of(folder),
-        known_repositories(model),
-        [],
-    )
+    target = {} if folder is None else config_of(folder)
+    known, heads = known_repositories(model), []
     for name, place in places:
         if is_head(place) and (folder is None or not place.samefile(folder)):
             config = config_of(place)
