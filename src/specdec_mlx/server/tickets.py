@@ -24,8 +24,8 @@ from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches, predictin
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
+from specdec_mlx.server.constraints import ThoughtBudget, grammar_for, within
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import ThoughtBudget, grammar_for, within
 from specdec_mlx.server.loading import Loaded
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes

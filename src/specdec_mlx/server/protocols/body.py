@@ -19,7 +19,7 @@ from specdec_mlx.arguments import parse_draft_length, short_repr, split_spec
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import TEMPS, is_temp
-from specdec_mlx.server.forced import grammar_of, levels_of
+from specdec_mlx.server.constraints import grammar_of, levels_of
 from specdec_mlx.server.protocols.turns import field_of, parts_in
 from specdec_mlx.server.requests import (
     AUTO,

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import regex
 
-from specdec_mlx.server.forced import DEEPEST_SCHEMA
+from specdec_mlx.server.constraints import DEEPEST_SCHEMA
 from specdec_mlx.server.requests import CallArguments, CallBegan, CallBroken, Event, Object
 
 NUM_ID = 9  # letters of a call's id: some chat templates refuse any other number

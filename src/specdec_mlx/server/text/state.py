@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from specdec_mlx.drafters.thoughts import Thought
-from specdec_mlx.server.forced import is_bare_call, reads_calls
+from specdec_mlx.server.constraints import is_bare_call, reads_calls
 from specdec_mlx.server.requests import CallBroken, Ended, Event, TextPiece, TextRequest
 from specdec_mlx.server.text.calls import CallReader
 from specdec_mlx.server.text.logprobs import SeenLogprobs, token_logprob
