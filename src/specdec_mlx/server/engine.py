@@ -36,7 +36,7 @@ from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import PATIENCE, ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.tickets import GONE, ServedText, Ticket, prepare
-from specdec_mlx.server.writing import Writing, WritingAlone, shared_options
+from specdec_mlx.server.writers import Writing, WritingAlone, shared_options
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
 # Seconds for the pass that is under way when the process ends, or a model that is being loaded, and
