@@ -51,8 +51,8 @@ from specdec_mlx.server.requests import (
     Transcript,
     UnavailableError,
 )
+from specdec_mlx.server.served_requests import Ticket
 from specdec_mlx.server.status import METRICS_TYPE, Totals
-from specdec_mlx.server.tickets import Ticket
 from specdec_mlx.server.tokens import apply_template, detokenize, tokenize
 
 LONG_READING = 2.0  # seconds after which the log says how far a prompt is read

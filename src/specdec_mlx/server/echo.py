@@ -11,8 +11,8 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.server.requests import TextPiece, TokenLogprob
+from specdec_mlx.server.served_requests import ServedText
 from specdec_mlx.server.text.logprobs import token_bytes, token_logprob
-from specdec_mlx.server.tickets import ServedText
 
 MOST_ROWS = 128  # positions of one pass: each has a row of logits, as large as the vocabulary
 

@@ -35,7 +35,7 @@ from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import PATIENCE, ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
-from specdec_mlx.server.tickets import GONE, ServedText, Ticket, prepare
+from specdec_mlx.server.served_requests import GONE, ServedText, Ticket, prepare
 from specdec_mlx.server.writers import Writing, WritingAlone, shared_options
 
 WARM_TOKENS = 8  # of each text that is written before the port opens

@@ -31,7 +31,7 @@ from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.loading import Loaded
 from specdec_mlx.server.requests import ServerEndingError
-from specdec_mlx.server.tickets import ServedText
+from specdec_mlx.server.served_requests import ServedText
 
 
 def shared_options(loaded: Loaded, settings: ServerSettings) -> Options:
