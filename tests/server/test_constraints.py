@@ -206,11 +206,11 @@ def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
         while not until.is_set():
             sum(range(1000))
 
-    monkeypatch.setattr(forced, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(constraints, "COMPILE_SECONDS", 0.05)
     if sys.platform == "linux":
         with pytest.raises(RequestError, match=r"not compiled in 0.05 s of processor time"):
             constraints.within(work)
-    monkeypatch.setattr(forced, "LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(constraints, "LONGEST_WAIT", 0.2)
     with pytest.raises(ServerBusyError, match="Send the request again later"):
         constraints.within(until.wait)
     until.set()

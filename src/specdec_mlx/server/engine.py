@@ -27,11 +27,11 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sequence import split_cache
-from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.loading import Loaded
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
+from specdec_mlx.server.prompt_echo import echo
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import PATIENCE, ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
