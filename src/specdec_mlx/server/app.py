@@ -183,12 +183,12 @@ class Endpoints:
         if wire_of(request) is CHAT:
             return json_response({"object": "list", "data": entries})
         ids = [model["id"] for model in models]
-        ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
-        return json_response({"data": entries, "has_more": False, **ends})
+        first_and_last = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
+        return json_response({"data": entries, "has_more": False, **first_and_last})
 
     async def model(self, request: Request) -> Response:
         """The model on the path."""
-        model = await run_in_threadpool(self.engine.models.named, request.path_params["name"])
+        model = await run_in_threadpool(self.engine.models.find_entry, request.path_params["name"])
         return json_response(model_entry(request, model))
 
     async def unload(self, request: Request) -> Response:
@@ -305,7 +305,7 @@ class Answer:
             if self.parsed.stream:
                 await self.stream(inbox, send)
             else:
-                response = await self.whole(inbox)
+                response = await self.build_response(inbox)
                 await response(scope, receive, send)
         except HungUpError:
             seconds = monotonic() - self.began_at
@@ -315,13 +315,13 @@ class Answer:
             for ticket in tickets:
                 ticket.cancel()
 
-    async def whole(self, inbox: Inbox) -> Response:
+    async def build_response(self, inbox: Inbox) -> Response:
         """The reply once all is written."""
         texts = [Transcript() for _ in self.parsed.requests]
         while self.num_open:
             for choice, event in self.counted(await inbox.take()):
                 texts[choice].add(event)
-        return json_response(self.wire.reply(self.parsed).whole(texts))
+        return json_response(self.wire.reply(self.parsed).build(texts))
 
     async def stream(self, inbox: Inbox, send: Send) -> None:
         """Send events as they come; the error after the first is the stream's last event."""
@@ -370,14 +370,14 @@ class Answer:
 
 def account(ended: Sequence[Ended], seconds: float) -> str:
     """A line about a request: its model, tokens read, reused and written, and the time it took."""
-    reused = sum(text.num_cached for text in ended)
-    read = sum(text.num_prompt for text in ended) - reused
-    written = sum(text.num_written for text in ended)
+    num_reused = sum(text.num_cached for text in ended)
+    num_read = sum(text.num_prompt for text in ended) - num_reused
+    num_written = sum(text.num_written for text in ended)
     stats = [text.stats for text in ended if text.stats is not None]
     passes = sum(text_stats.target_passes for text_stats in stats)
     speed = sum(text_stats.emitted for text_stats in stats) / max(1, passes)
     return (
-        f"{ended[0].model}: {read} tokens read, {reused} reused, {written} written, "
+        f"{ended[0].model}: {num_read} tokens read, {num_reused} reused, {num_written} written, "
         f"{speed:.2f} a pass, {seconds:.1f} s"
     )
 

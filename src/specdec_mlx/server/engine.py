@@ -28,15 +28,15 @@ from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompt_echo import echo
+from specdec_mlx.server.prompt_echo import echo_prompt
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import PATIENCE, ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.served_requests import GONE, ServedText, Ticket, prepare
-from specdec_mlx.server.writers import Writing, WritingAlone, shared_options
+from specdec_mlx.server.writers import SingleWriter, Writer, shared_options
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
 # Seconds for the pass that is under way when the process ends, or a model that is being loaded, and
@@ -102,7 +102,7 @@ class Engine:
             self._queue(ticket)
         return ticket
 
-    def _prepare(self, ticket: Ticket, loaded: Loaded) -> None:
+    def _prepare(self, ticket: Ticket, loaded: LoadedModel) -> None:
         """Prepare a request beside the texts that are written, and queue it."""
         try:
             ticket.preparation = prepare(ticket.request, loaded, self.settings)
@@ -251,19 +251,19 @@ class Engine:
         """Serve a request, and those who join."""
         if (text := self._prepared(ticket)) is None:
             return
-        writing: Writing = WritingAlone(text, self.settings)
+        writer: Writer = SingleWriter(text, self.settings)
         try:
-            while writing.texts:
-                while self._waiting and writing.has_place and self._next_is_row():
+            while writer.texts:
+                while self._waiting and writer.has_place and self._next_is_row():
                     if (joining := self._prepared(self._waiting.popleft())) is not None:
-                        writing = writing.join(joining)
-                self.running = len(writing.texts)
-                writing.step()
+                        writer = writer.join(joining)
+                self.running = len(writer.texts)
+                writer.step()
                 if self._is_ending:
                     break
-            writing.close(ServerEndingError())
+            writer.close(ServerEndingError())
         except Exception as error:
-            writing.close(error)
+            writer.close(error)
         self.running = 0
         self._served_at = time.monotonic()
 
@@ -276,7 +276,7 @@ class Engine:
                 preparation = prepare(ticket.request, loaded, self.settings)
             text = ServedText(ticket, preparation, self.models, self.prefixes, self.draft_caches)
             if ticket.request.echo:
-                ticket.send([echo(text, self.settings.prefill_step_size)])
+                ticket.send([echo_prompt(text, self.settings.prefill_step_size)])
             if not text.has_ended:
                 return text
             text.end()
@@ -299,7 +299,7 @@ class Engine:
             return self.models.loaded_for(ticket.request) is loaded
         return False
 
-    def _warm_up(self, loaded: Loaded) -> None:
+    def _warm_up(self, loaded: LoadedModel) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""
         options = shared_options(loaded, self.settings)
         # raises for what cannot be quantized so

@@ -52,9 +52,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([MG]?B?)", re.ASCII | re.IGNORECASE)
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as 500MB; ValueError for anything else."""
-    if (found := _SIZE.fullmatch(text.strip())) is None or found[2].upper() not in SIZES:
+    if (match := _SIZE.fullmatch(text.strip())) is None or match[2].upper() not in SIZES:
         raise ValueError(f"expected a size such as 500MB or 20GB, got {text!r}")
-    return int(float(found[1]) * SIZES[found[2].upper()])
+    return int(float(match[1]) * SIZES[match[2].upper()])
 
 
 def flag(value: Any, words: str, group: str = "", *, is_secret: bool = False, **how: Any) -> Any:
@@ -201,9 +201,9 @@ class ServerSettings:
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of a body for what a request leaves out, of the flags that are given."""
-        named = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
-        given = {"temperature": self.temp, **named}
-        return {name: value for name, value in given.items() if value is not None}
+        same_names = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
+        fields = {"temperature": self.temp, **same_names}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def check(self, request: TextRequest) -> None:
         """Raise RequestError for what a request may not bring along.
@@ -215,22 +215,22 @@ class ServerSettings:
             DEFAULT_MODEL,
             self.flags.choice.model.name,
         )
-        given_adapter = request.adapter in (None, self.adapter_path)
+        is_own_adapter = request.adapter in (None, self.adapter_path)
         if not may_draft:
             raise refused("draft_model", request.draft_model)
-        if self.request_models == GIVEN and not given_adapter:
+        if self.request_models == GIVEN and not is_own_adapter:
             raise refused("adapters", request.adapter)
         free = VARIABLES | ({"chat_template"} if self.allow_chat_templates else set())
-        if wrong := (template_arguments() - free) & request.template.keys():
+        if reserved := (template_arguments() - free) & request.template.keys():
             raise RequestError(
-                f"chat_template_kwargs: {', '.join(sorted(wrong))} cannot be set by a request. "
+                f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set by a request. "
                 "A server that is started with --allow-chat-templates takes a chat_template."
             )
 
     def allows_model(self, name: str) -> bool:
         """True if a request may have this model loaded, or see it in the list."""
-        own = ("", DEFAULT_MODEL, self.model, str(Path(self.model or "").resolve()))
-        return self.request_models != GIVEN or name in own
+        started_with = ("", DEFAULT_MODEL, self.model, str(Path(self.model or "").resolve()))
+        return self.request_models != GIVEN or name in started_with
 
 
 @cache

@@ -43,7 +43,7 @@ LONGEST_TEXT = 2**20  # positions for models whose configuration names none
 
 
 @dataclass(eq=False)
-class Loaded:
+class LoadedModel:
     """A loaded model.
 
     Attributes:
@@ -116,7 +116,7 @@ class Loader:
         is_plain = self.settings.kv_bits is None and name not in self._blind
         return is_whole and is_plain and has_mlx_vlm() and is_vision_model(name)
 
-    def open(self, name: str, adapter: str | None, *, sees: bool) -> Loaded:
+    def open(self, name: str, adapter: str | None, *, sees: bool) -> LoadedModel:
         """A model whose files are all there. Its weights are read when they are evaluated.
 
         A model that is spread over ranks is read at once.
@@ -141,7 +141,7 @@ class Loader:
         paths = [path for folder in folders for path in sorted(folder.iterdir())]
         files = tuple(f"{path} {state_of(str(path))}" for path in paths)
         tokenizer, sampling = self._with_template(tokenizer), self._sampling_of(name)
-        return Loaded(name, adapter, model, tokenizer, config, files, sampling, sight)
+        return LoadedModel(name, adapter, model, tokenizer, config, files, sampling, sight)
 
     def _read(self, name: str, adapter: str | None, sees: bool) -> Any:
         """Model, tokenizer, configuration and sight.

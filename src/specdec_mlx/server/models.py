@@ -18,7 +18,7 @@ from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.models.loading import check_folder, explained, is_in_cache
 from specdec_mlx.server.drafting import NOT_HERE, Drafters
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
-from specdec_mlx.server.loading import Loaded, Loader
+from specdec_mlx.server.loading import LoadedModel, Loader
 from specdec_mlx.server.prefix_files import files_for
 from specdec_mlx.server.requests import RequestError, TextRequest
 
@@ -44,7 +44,7 @@ class Models:
         """Make what needs no target; raises ValueError and MissingPackageError for a wrong flag."""
         self.settings, self.flags = settings, settings.flags
         self.loader, self.drafters = Loader(settings), Drafters(settings.flags)
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedModel | None = None
         self.created = int(time.time())
 
     def names_of(self, request: TextRequest) -> Names:
@@ -99,12 +99,12 @@ class Models:
         takes_any = self.settings.any_model_name or self.settings.model is None
         return ModelFolderError(f"model: {NOT_HERE}{'' if takes_any or is_default else ANY_NAME}")
 
-    def load_default(self) -> Loaded:
+    def load_default(self) -> LoadedModel:
         """Load the model that was given at the start; raises the reason, which no client gets."""
         names = self.names_of(TextRequest())
         return self._replace(self.loader.open(*names, sees=False))
 
-    def load(self, request: TextRequest) -> Loaded:
+    def load(self, request: TextRequest) -> LoadedModel:
         """The model for a request, loaded; raises RequestError and ModelFolderError.
 
         The model before is freed once all files of this model were looked at.
@@ -121,7 +121,7 @@ class Models:
             opened = self.loader.open(*names, sees=sees)
         return self._replace(opened)
 
-    def _replace(self, loaded: Loaded) -> Loaded:
+    def _replace(self, loaded: LoadedModel) -> LoadedModel:
         """Free the model before, and read this model's weights; raises ValueError."""
         self.drafters.check(loaded, is_default=loaded.name == self.settings.model)
         self.reset()
@@ -156,7 +156,7 @@ class Models:
             loaded.closing.close()
         self.flags.save_memory()
 
-    def loaded_for(self, request: TextRequest) -> Loaded | None:
+    def loaded_for(self, request: TextRequest) -> LoadedModel | None:
         """The model for a request, if it is loaded; raises RequestError. Any thread may ask."""
         names, loaded = self.names_of(request), self.loaded
         return loaded if loaded is not None and loaded.names == names else None
@@ -187,7 +187,7 @@ class Models:
         names += filter(self.settings.allows_model, cached)
         return [self._entry(name, name) for name in dict.fromkeys(names)]
 
-    def named(self, name: str) -> dict[str, Any]:
+    def find_entry(self, name: str) -> dict[str, Any]:
         """The entry, by this name, of the model that a request with it gets.
 
         Raises RequestError and ModelFolderError for the name of no model that is here.

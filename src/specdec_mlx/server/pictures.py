@@ -60,7 +60,7 @@ def _replaced(text: str, new: Callable[[str], str]) -> str:
     """A text with something else in the place of each mark, made from what the mark holds."""
     before, *rest = text.split(_BEGIN)
     parts = [piece.partition(_END) for piece in rest]
-    return before + "".join(new(held) + after for held, _, after in parts)
+    return before + "".join(new(content) + after for content, _, after in parts)
 
 
 def take_pictures(request: TextRequest, can_see: Callable[[TextRequest], bool]) -> None:
@@ -79,9 +79,9 @@ def take_pictures(request: TextRequest, can_see: Callable[[TextRequest], bool]) 
         return
     sees, num_pixels = can_see(request), 0
 
-    def taken(held: str) -> str:
+    def take(content: str) -> str:
         nonlocal num_pixels
-        kind, _, source = held.partition(" ")
+        kind, _, source = content.partition(" ")
         if not sees:
             return unseen(kind)
         data = _data_of(source)
@@ -98,7 +98,7 @@ def take_pictures(request: TextRequest, can_see: Callable[[TextRequest], bool]) 
         return f"{_BEGIN}{digest}{_END}"
 
     for message, name in marked:
-        message[name] = _replaced(message[name], taken)
+        message[name] = _replaced(message[name], take)
 
 
 def _data_of(source: str) -> bytes:
@@ -136,7 +136,7 @@ def image_of(data: bytes) -> Any:
     )
 
 
-def named_only(text: str) -> str:
+def replace_pictures(text: str) -> str:
     """A rendered prompt whose pictures are named: its model turned out to see none."""
     return _replaced(text, lambda digest: unseen("image"))
 

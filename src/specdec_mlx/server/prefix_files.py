@@ -33,7 +33,7 @@ from specdec_mlx.server.prefixes import Prefix, States, num_common, stateful
 
 if TYPE_CHECKING:
     from specdec_mlx.server.flags import ServerSettings
-    from specdec_mlx.server.loading import Loaded
+    from specdec_mlx.server.loading import LoadedModel
 
 OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
 PART = ".part-"  # begins the name of a file that is being written
@@ -164,7 +164,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def files_for(loaded: Loaded, settings: ServerSettings) -> PrefixFiles | None:
+def files_for(loaded: LoadedModel, settings: ServerSettings) -> PrefixFiles | None:
     """The files of a model that is loaded, whole on this rank and without what sees; else None.
 
     Files do not tell where pictures are.
@@ -192,8 +192,8 @@ def content_digest(model: nn.Module, about: Any) -> str:
     The values themselves, since copies and archives may leave files' times as they were; a second
     or less for a gigabyte, once for a loaded model.
     """
-    told = json.dumps([type(model).__module__, about], sort_keys=True, default=str)
-    digest = hashlib.sha256(told.encode())
+    description = json.dumps([type(model).__module__, about], sort_keys=True, default=str)
+    digest = hashlib.sha256(description.encode())
     for name, array in sorted(tree_flatten(model.parameters())):
         checksum = zlib.crc32(memoryview(array.reshape(-1).view(mx.uint8)))
         digest.update(f"{name} {array.shape} {array.dtype} {checksum}\n".encode())

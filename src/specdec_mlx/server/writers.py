@@ -29,12 +29,12 @@ from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.requests import ServerEndingError
 from specdec_mlx.server.served_requests import ServedText
 
 
-def shared_options(loaded: Loaded, settings: ServerSettings) -> Options:
+def shared_options(loaded: LoadedModel, settings: ServerSettings) -> Options:
     """The options that all texts of a model have in common.
 
     On several ranks texts are on the stream on which the ranks talk to each other.
@@ -59,12 +59,12 @@ def options_of(text: ServedText, store: Callable[[ServedText], None]) -> dict[st
         "sampler": text.sampling,
         "seed": text.request.seed,
         "logits_processors": text.processors,
-        "prefill_stops": text.prompt.ends,
+        "prefill_stops": text.prompt.prefill_stops,
         "prompt_progress_callback": partial(text.was_read, store),
     }
 
 
-class WritingAlone:
+class SingleWriter:
     """One text, written by the loop."""
 
     def __init__(self, text: ServedText, settings: ServerSettings) -> None:
@@ -77,10 +77,10 @@ class WritingAlone:
         """True if the texts of the model can be rows."""
         return self.texts[0].loaded.has_rows
 
-    def join(self, text: ServedText) -> WritingTogether:
+    def join(self, text: ServedText) -> BatchWriter:
         """Write both as rows of a batch; this text goes on from its caches."""
         (before,) = self.texts
-        batch = WritingTogether(text.loaded, self.settings)
+        batch = BatchWriter(text.loaded, self.settings)
         try:
             self._leave(before)
         except Exception as error:
@@ -167,10 +167,10 @@ class WritingAlone:
         text.store_caches(target.position, copy.deepcopy(target.caches))
 
 
-class WritingTogether:
+class BatchWriter:
     """Several texts, written as the rows of one batch."""
 
-    def __init__(self, loaded: Loaded, settings: ServerSettings) -> None:
+    def __init__(self, loaded: LoadedModel, settings: ServerSettings) -> None:
         self.settings = settings
         self.texts = dict[int, ServedText]()
         self.batch = BatchGeneration(
@@ -189,7 +189,7 @@ class WritingTogether:
         """True if the batch has a row for one more text."""
         return len(self.texts) < self.batch.schedule.max_texts
 
-    def join(self, text: ServedText) -> WritingTogether:
+    def join(self, text: ServedText) -> BatchWriter:
         """Write a text, which begins or goes on, as one more row."""
         length = None if text.num_draft_tokens == "auto" else text.num_draft_tokens
         try:
@@ -199,7 +199,7 @@ class WritingTogether:
                 **options_of(text, self._store),
                 prompt_cache=caches,
                 num_read=num_read,
-                num_said=len(text.written),
+                num_said=len(text.generated),
                 drafting=OwnDrafting(without_readers(text.drafter), text.rule, length),
                 is_end=text.take if text.may_end_early else None,
                 stats=text.stats,
@@ -274,8 +274,8 @@ class WritingTogether:
                     text.store_caches(alone.rewind_to(num_known), alone.caches)
 
 
-Writing = WritingAlone | WritingTogether
-"""Texts that are written. Nobody but `WritingAlone.join` tells the two ways apart."""
+Writer = SingleWriter | BatchWriter
+"""Texts that are written. Nobody but `SingleWriter.join` tells the two ways apart."""
 
 
 def without_readers(drafter: Drafter | None) -> Drafter | None:

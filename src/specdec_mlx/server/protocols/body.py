@@ -61,8 +61,8 @@ def read_body(raw: bytes | bytearray) -> Object:
     so that the body is in memory once.
     """
     if len(raw) > SMALL:
-        found = sum(1 for _ in islice(_VALUES.finditer(raw), MOST_VALUES + 1))
-        if found > MOST_VALUES:
+        num_values = sum(1 for _ in islice(_VALUES.finditer(raw), MOST_VALUES + 1))
+        if num_values > MOST_VALUES:
             raise BodyError(
                 f"The body of the request has more than {MOST_VALUES} values. Send fewer."
             )

@@ -160,7 +160,7 @@ class ChoicesReply(Reply):
     def delta(self, index: int, event: Event) -> Object | None:
         """A choice's part in the chunk of an event."""
 
-    def whole(self, texts: Sequence[Transcript]) -> Object:
+    def build(self, texts: Sequence[Transcript]) -> Object:
         """The reply with all choices."""
         choices = []
         for index, text in enumerate(texts):
@@ -201,25 +201,23 @@ class ChoicesReply(Reply):
 
     def _usage(self) -> Object:
         """The usage of all choices; the prompt of several is counted once."""
-        ends = [self._ended[choice] for choice in sorted(self._ended)]
-        prompts = ends[:: self.parsed.body.get("n") or 1]
-        prompt, written = (
-            sum(end.num_prompt for end in prompts),
-            sum(end.num_written for end in ends),
-        )
-        account, *others = accounts = [speculation(end) for end in ends]
+        endings = [self._ended[choice] for choice in sorted(self._ended)]
+        prompts = endings[:: self.parsed.body.get("n") or 1]
+        num_prompt = sum(end.num_prompt for end in prompts)
+        num_written = sum(end.num_written for end in endings)
+        account, *others = accounts = [speculation(end) for end in endings]
         if others:
             batched = any(account["batched"] for account in accounts)
             account = {"drafter": account["drafter"], "batched": batched, "choices": accounts}
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_written,
+            "total_tokens": num_prompt + num_written,
             "prompt_tokens_details": {"cached_tokens": sum(end.num_cached for end in prompts)},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(end.num_thought for end in ends),
-                "accepted_prediction_tokens": sum(end.accepted for end in ends),
-                "rejected_prediction_tokens": sum(end.rejected for end in ends),
+                "reasoning_tokens": sum(end.num_thought for end in endings),
+                "accepted_prediction_tokens": sum(end.accepted for end in endings),
+                "rejected_prediction_tokens": sum(end.rejected for end in endings),
             },
             "speculation": account,
         }

@@ -160,8 +160,8 @@ def _tools(tools: Sequence[Tool]) -> Iterator[Object]:
         kind = tool.type or "custom"
         if kind == "custom":
             yield function(tool, tool.description, tool.input_schema)
-        elif own := [OWN_TOOLS[name] for name in OWN_TOOLS if kind.startswith(name)]:
-            yield function(tool, own[0].get("description"), own[0]["input_schema"])
+        elif known := [OWN_TOOLS[name] for name in OWN_TOOLS if kind.startswith(name)]:
+            yield function(tool, known[0].get("description"), known[0]["input_schema"])
         else:
             leave_out("tool", kind)
 

@@ -83,7 +83,7 @@ class Reply(ABC):
         """What comes instead, after an error in the middle."""
 
     @abstractmethod
-    def whole(self, texts: Sequence[Transcript]) -> Object:
+    def build(self, texts: Sequence[Transcript]) -> Object:
         """The reply to a client that wants no stream, of the texts of all choices."""
 
 
@@ -170,7 +170,7 @@ class ItemReply(Reply):
         self.items, self.item, self.text = list[Object](), Object(), ""
         self.content = {**content, items: self.items}
 
-    def whole(self, texts: Sequence[Transcript]) -> Object:
+    def build(self, texts: Sequence[Transcript]) -> Object:
         """The object that a stream of the same text comes to."""
         for event in texts[0].events():
             list(self.write(0, event))

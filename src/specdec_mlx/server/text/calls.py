@@ -144,7 +144,7 @@ class CallReader:
         self._body = self._rest = ""  # all of it, and what is not read yet
         self._object: JsonObject | None = None
         self._began: CallBegan | None = None  # not told yet
-        self._held = ""  # of its arguments
+        self._pending = ""  # of its arguments
         self._may_begin = True
 
     @property
@@ -161,10 +161,10 @@ class CallReader:
         while not self.is_full and not self.is_broken and (self._object or self._begins()):
             assert self._object is not None
             taken, self._rest = self._object.take(self._rest)
-            self._held += taken
+            self._pending += taken
             self.is_broken = self._object.is_broken
             if not self._object.is_complete:
-                if len(self._held) >= PIECE:
+                if len(self._pending) >= PIECE:
                     events.append(self._handed_over())
                 break
             events.append(self._handed_over())
@@ -201,8 +201,8 @@ class CallReader:
 
     def _handed_over(self) -> Event:
         """What is held of the arguments, with the beginning of their call if it is not told."""
-        held, began, self._held, self._began = self._held, self._began, "", None
-        return replace(began, text=held) if began else CallArguments(self.index, held)
+        text, began, self._pending, self._began = self._pending, self._began, "", None
+        return replace(began, text=text) if began else CallArguments(self.index, text)
 
     def _begins(self) -> bool:
         """True if the arguments of a call begin here."""
@@ -221,8 +221,8 @@ class CallReader:
         """Id, name and arguments of all calls, [] if one of them is none."""
         try:
             parsed = self._parse(self._body, self._tools)
-            found = parsed if isinstance(parsed, list) else [parsed]
-            return [self._checked(call) for call in found]
+            calls = parsed if isinstance(parsed, list) else [parsed]
+            return [self._checked(call) for call in calls]
         except Exception:  # parsers raise whatever a broken text makes them
             return []
 
@@ -233,11 +233,11 @@ class CallReader:
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict):
             raise ValueError(f"{name!r} is no tool, or is not given an object.")
-        own = call.get("id")
+        call_id = call.get("id")
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         # half a pair of surrogates is no text
         text = text.encode("utf-8", "replace").decode()
-        return own if isinstance(own, str) and own else new_id(), name, text
+        return call_id if isinstance(call_id, str) and call_id else new_id(), name, text
 
 
 def new_id() -> str:

@@ -183,9 +183,9 @@ class TextState:
             return 0
         for token in end:
             self._detokenizer.add_token(token)
-        whole = copy(self._detokenizer)
-        whole.finalize()
-        return len(whole.text)
+        finished = copy(self._detokenizer)
+        finished.finalize()
+        return len(finished.text)
 
     def _advance(self, final: str | None = None) -> list[Event]:
         """Decide what can be decided; all of it for a `final` reason."""
