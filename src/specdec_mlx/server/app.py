@@ -126,7 +126,6 @@ class Endpoints:
         self.large_body = asyncio.Lock()
 
     def app(self) -> Starlette:
-        """The routes."""
         posts = {
             **dict.fromkeys(WIRES, self.answer),
             **dict.fromkeys(TOKENS, self.read_tokens),
@@ -150,15 +149,12 @@ class Endpoints:
         return Starlette(routes=routes, middleware=[answering], exception_handlers=handlers)
 
     async def page(self, request: Request) -> Response:
-        """The status page."""
         return HTMLResponse(self.totals.page(self.gauges()))
 
     async def metrics(self, request: Request) -> Response:
-        """The totals for Prometheus."""
         return Response(self.totals.metrics(self.gauges()), media_type=METRICS_TYPE)
 
     def gauges(self) -> dict[str, int]:
-        """Numbers of requests that are served, and that wait."""
         return {"running": self.engine.running, "waiting": self.engine.waiting}
 
     async def health(self, request: Request) -> Response:
@@ -177,7 +173,6 @@ class Endpoints:
         raise RequestError(words, status=HTTPStatus.UPGRADE_REQUIRED)
 
     async def models(self, request: Request) -> Response:
-        """The models that may be named."""
         models = await run_in_threadpool(self.engine.models.listed)
         entries = [model_entry(request, model) for model in models]
         if wire_of(request) is CHAT:
@@ -187,7 +182,6 @@ class Endpoints:
         return json_response({"data": entries, "has_more": False, **first_and_last})
 
     async def model(self, request: Request) -> Response:
-        """The model on the path."""
         model = await run_in_threadpool(self.engine.models.find_entry, request.path_params["name"])
         return json_response(model_entry(request, model))
 
@@ -209,7 +203,6 @@ class Endpoints:
         return json_response(content)
 
     async def answer(self, request: Request) -> Any:
-        """The reply to a request for texts."""
         return Answer(self.engine, self.totals, wire_of(request), await self.read(request))
 
     async def read(self, request: Request, **more: Any) -> ParsedBody:
@@ -237,12 +230,14 @@ class Endpoints:
 class Inbox:
     """Events on their way from the engine's thread to the task of a connection.
 
-    is_streamed: the task is woken for each piece of text, and not only for news of the whole.
+    Args:
+        is_streamed: the task wakes for each piece of text, and not only for news of the whole text.
     """
 
     def __init__(self, *, is_streamed: bool) -> None:
         self._is_streamed = is_streamed
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
+        # A deque needs no lock: the engine only appends, and the task only pops.
         self._events = deque[tuple[int, Event]]()
         self._is_woken = self._has_hung_up = False
         self._alarm: asyncio.TimerHandle | None = None
@@ -272,8 +267,10 @@ class Inbox:
         await self._ready.wait()
         if self._has_hung_up:
             raise HungUpError
+        # Cleared before the events are taken, so that a later event wakes the task again.
         self._ready.clear()
         self._is_woken = False
+        # A fixed number, because the engine may append without end.
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def _ring(self) -> None:
@@ -295,7 +292,6 @@ class Answer:
         self.ended: list[Ended] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the texts, and send them."""
         inbox = Inbox(is_streamed=self.parsed.stream)
         tickets: list[Ticket] = []
         watch = asyncio.create_task(inbox.watch(receive))
@@ -311,12 +307,12 @@ class Answer:
             seconds = monotonic() - self.began_at
             logging.info(f"{self.parsed.model}: client hung up after {seconds:.1f} s.")
         finally:
+            # After an error too: texts without a reader would take the engine's time.
             watch.cancel()
             for ticket in tickets:
                 ticket.cancel()
 
     async def build_response(self, inbox: Inbox) -> Response:
-        """The reply once all is written."""
         texts = [Transcript() for _ in self.parsed.requests]
         while self.num_open:
             for choice, event in self.counted(await inbox.take()):
@@ -326,6 +322,7 @@ class Answer:
     async def stream(self, inbox: Inbox, send: Send) -> None:
         """Send events as they come; the error after the first is the stream's last event."""
         clock, reply = asyncio.get_running_loop().time, self.wire.reply(self.parsed)
+        # Before the first byte an error can still have a status of its own.
         events = self.counted(await inbox.take(clock() + SILENCE))
         start = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
         await send(start)
@@ -446,7 +443,6 @@ def wire_of(request: Request) -> Wire:
 
 
 def model_entry(request: Request, model: Object) -> Object:
-    """A model in the list of the request's protocol."""
     if wire_of(request) is CHAT:
         return {"object": "model", "owned_by": "specdec_mlx", **model}
     created = datetime.fromtimestamp(model["created"], UTC).isoformat()

@@ -195,9 +195,11 @@ def within(make: Callable[[], T]) -> T:
         except Exception as error:
             made.set_exception(error)
 
+    # A daemon, because llguidance cannot be stopped once it compiles.
     Thread(target=run, daemon=True).start()
     until, spent = monotonic() + LONGEST_WAIT, 0.0
     while monotonic() < until:
+        # The least time in which the thread can have used up its processor time.
         at_least = max(COMPILE_SECONDS - spent, LONGEST_WAIT / 1000)
         if wait([made], min(at_least, until - monotonic())).done:
             return made.result()
@@ -240,6 +242,7 @@ class ThoughtBudget:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits [1, V]; all but one are -inf where the thought that `tokens` [n] hold is full."""
+        # Set once: later calls have more tokens of the text.
         if self.start is None:
             self.start = tokens.shape[0]
         begin = self.start + len(self.thought.opens)

@@ -46,6 +46,7 @@ class Drafters:
         self._specs = {drafter_name(spec): str(spec) for spec in self.choice.ordered}
         self._memory_of = lru_cache(MOST_MEMORIES)(lambda owner: Memory())
         for spec in self._specs.values():
+            # Drafters that need the target are made in `check`.
             if not (flags.waits_for_target and waits_for_model(spec)):
                 self.choice.make(spec)
 
@@ -57,6 +58,7 @@ class Drafters:
         """
         specs = self._specs_of(self._specs, loaded)
         drafters = [self._make(spec, loaded) for spec in specs.values()]
+        # Token ids of another tokenizer would only draft nonsense.
         for file in [*files_of(drafters), self.flags.remembered]:
             if file is not None:
                 if is_default:

@@ -51,8 +51,6 @@ class Order(Enum):
 
 
 class Engine:
-    """Serves requests; see the module."""
-
     def __init__(self, models: Models, settings: ServerSettings) -> None:
         self.models, self.settings = models, settings
         self.ranks = ServerRanks()
@@ -66,6 +64,7 @@ class Engine:
             self.draft_caches = Prefixes(settings.prompt_cache_size)
         self.running = 0
         self._waiting: deque[Ticket] = deque()
+        # Requests that a client waits for. They fail when the server ends.
         self._tickets = WeakSet[Ticket]()
         self._unloading: deque[Future[None]] = deque()
         self._served_at = time.monotonic()  # the last request
@@ -75,12 +74,10 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that nobody serves yet."""
         return len(self._waiting)
 
     @property
     def is_alive(self) -> bool:
-        """True if requests are served."""
         return self._thread.is_alive() and not self._is_ending
 
     def start(self) -> None:
@@ -97,6 +94,8 @@ class Engine:
         self._tickets.add(ticket)
         loaded = self.models.loaded
         if loaded is not None and loaded.fits(ticket.names, has_pictures=bool(request.pictures)):
+            # Tokenizing and compiling take seconds. In a thread they do not stop the texts that are
+            # written.
             Thread(target=self._prepare, args=(ticket, loaded), daemon=True).start()
         else:
             self._queue(ticket)
@@ -107,6 +106,7 @@ class Engine:
         try:
             ticket.preparation = prepare(ticket.request, loaded, self.settings)
         except Exception as error:
+            # Only an error of the request itself is sent to the client.
             if self.models.loaded is loaded:
                 ticket.fail(error)
                 return
@@ -116,6 +116,8 @@ class Engine:
     def _queue(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
         self._has_news.set()
+        # Looked up after the request is in the queue: an engine that ends meanwhile has not seen
+        # it.
         if not self.is_alive:
             ticket.fail(ServerEndingError())
 
@@ -170,6 +172,7 @@ class Engine:
         self._has_news.set()
 
     def _fail_all(self) -> None:
+        # A copy, because other threads add requests.
         for ticket in list(self._tickets):
             ticket.fail(ServerEndingError())
 
@@ -186,6 +189,7 @@ class Engine:
             while (ticket := self._next()) is not None:
                 self._serve(ticket)
         finally:
+            # Set first, so that `_queue` fails requests that come from now on.
             self._is_ending = True
             self._fail_all()
             while self._unloading:
@@ -200,7 +204,6 @@ class Engine:
             Flag().wait()
 
     def _forget(self) -> None:
-        """Free all caches."""
         self.prefixes.trim_to(0)
         self.draft_caches.trim_to(0)
 
@@ -222,6 +225,7 @@ class Engine:
 
     def _order(self) -> tuple[Ticket | None, Order]:
         """Wait for a request or an order, on the first rank."""
+        # Cleared before the queues are read, so that later news end the wait.
         self._has_news.clear()
         if not (self._waiting or self._unloading or self._is_ending):
             self._has_news.wait(PATIENCE if self.ranks.are_several else self._idle_for())
@@ -271,6 +275,7 @@ class Engine:
         """The text of a request, before its first token; None if there is nothing to write."""
         try:
             loaded = self.models.load(ticket.request)
+            # The ticket lives as long as its client. It must not keep a freed model.
             preparation, ticket.preparation = ticket.preparation, None
             if preparation is None or preparation.loaded is not loaded:
                 preparation = prepare(ticket.request, loaded, self.settings)

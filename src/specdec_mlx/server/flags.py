@@ -58,7 +58,12 @@ def parse_size(text: str) -> int:
 
 
 def flag(value: Any, words: str, group: str = "", *, is_secret: bool = False, **how: Any) -> Any:
-    """A setting with a flag of its name. value: where none is given. how: as argparse takes it."""
+    """A setting with a flag of its name.
+
+    Args:
+        value: default of the setting.
+        how: keyword arguments of argparse's `add_argument`.
+    """
     if isinstance(value, bool):
         how = {"action": "store_true", **how}
     elif value is not None:
@@ -69,18 +74,21 @@ def flag(value: Any, words: str, group: str = "", *, is_secret: bool = False, **
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What the command line says, with mlx-lm's names and defaults.
+    """The settings of the command line, with mlx-lm's names and defaults.
 
-    flags: of speculation. model, adapter_path: None for none, then each request names its own.
-    max_tokens: None for as many as fit. prompt_cache_bytes, prompt_cache_limit: of caches in
-    memory, and of their files in the folder `prompt_cache`. any_model_name: every name that is no
-    path, no folder and not in the Hugging Face cache is the given model.
+    Attributes:
+        model, adapter_path: None for none; then each request names a model.
+        max_tokens: None for as many as fit.
+        prompt_cache_bytes: of caches in memory.
+        prompt_cache_limit: bytes of the files in the folder `prompt_cache`.
+        any_model_name: a name that is no path, no folder and not in the Hugging Face cache stands
+            for the given model.
+        flags: of speculation.
     """
 
     model: str | None = flag(None, "Folder or Hugging Face name of the model.")
@@ -236,6 +244,7 @@ class ServerSettings:
 @cache
 def template_arguments() -> Set[str]:
     """Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
+    # Imported here, because the import is slow.
     from transformers import PreTrainedTokenizerBase
 
     return signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
@@ -278,6 +287,7 @@ def complete(namespace: argparse.Namespace) -> None:
     if not isinstance(namespace.chat_template_args, dict):
         raise ValueError("argument --chat-template-args: expected a JSON object.")
     namespace.api_key = key_of(namespace.api_key, os.environ.get(KEY_VARIABLE))
+    # Only the user of this machine reaches a loopback address.
     namespace.request_models = namespace.request_models or (ANY if is_local else TARGETS)
     if namespace.any_model_name is None:
         namespace.any_model_name = is_local and namespace.model is not None

@@ -75,6 +75,7 @@ class Models:
             return True
         folder = Path(name).expanduser()
         if folder.exists():
+            # The same folder may be spelled in several ways.
             return folder.resolve() == Path(default).expanduser().resolve()
         is_free = not name.startswith(PATH_STARTS) and not is_in_cache(name)
         return self.settings.any_model_name and is_free
@@ -123,8 +124,10 @@ class Models:
 
     def _replace(self, loaded: LoadedModel) -> LoadedModel:
         """Free the model before, and read this model's weights; raises ValueError."""
+        # Checked before the model in use is freed, so that a wrong request costs nothing.
         self.drafters.check(loaded, is_default=loaded.name == self.settings.model)
         self.reset()
+        # Weights are read now, once the memory of the last model is free.
         mx.eval(loaded.model.parameters())
         loaded.has_rows = self.loader.can_hold_rows(loaded.model)
         loaded.prefix_files = files_for(loaded, self.settings)
@@ -139,14 +142,14 @@ class Models:
         if loaded is None:
             return
         loaded.closing.close()
-        # some of which are kept with what is known of it
+        # Known facts about a model keep some of its modules alive. Empty, they hold no weights.
         for part in list(loaded.model.modules()):
             part.clear()
+        # Modules and caches refer to each other in circles.
         gc.collect()
         mx.clear_cache()
 
     def unload(self) -> None:
-        """Free the model and its draft models; the next request loads them again."""
         self.drafters.choice.model.forget()
         self.reset()
 

@@ -123,6 +123,7 @@ def image_of(data: bytes) -> Any:
     from PIL import Image, ImageOps  # comes with mlx-vlm
 
     try:
+        # The size is checked before the pixels are decoded, which may be gigabytes.
         image = Image.open(BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width * height <= MOST_PIXELS:
@@ -143,10 +144,13 @@ def replace_pictures(text: str) -> str:
 
 @dataclass(frozen=True)
 class SeenPrompt:
-    """A prompt with pictures. tokens: [n]. inputs: mlx-vlm's.
+    """A prompt with pictures.
 
-    keys: [n], the tokens, with numbers of the pictures themselves in the place of their tokens.
-    Two prompts have a prefix in common where their keys do.
+    Attributes:
+        tokens: [n].
+        keys: [n], the tokens, with numbers of the pictures in place of their tokens. Two prompts
+            share a prefix if their keys do.
+        inputs: mlx-vlm's.
     """
 
     tokens: list[int]
@@ -155,9 +159,10 @@ class SeenPrompt:
 
 
 class Sight:
-    """How pictures are put into the prompts of a vision model that is loaded.
+    """How pictures are put into the prompts of a loaded vision model.
 
-    takes_text: its template takes a message's content as text, and not only as a list of parts.
+    Attributes:
+        takes_text: the template takes the content of a message as text.
     """
 
     def __init__(self, model: VisionModel, processor: Any, tokenizer: Any) -> None:

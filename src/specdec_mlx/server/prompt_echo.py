@@ -28,6 +28,7 @@ def echo_prompt(text: ServedText, step_size: int) -> TextPiece:
     rows = _rows(text.loaded.model, tokens[:-1], min(step_size, MOST_ROWS))
     for token, row in zip(tokens[1:], rows, strict=True):
         entries.append(token_logprob(tokenizer, token, row, request.num_logprobs))
+    # The tokenizer adds this token. The client did not send it.
     has_bos = is_text and tokens[0] == tokenizer.bos_token_id
     was_added = has_bos and not prompt_text.startswith(tokenizer.bos_token)
     return TextPiece(prompt_text, logprobs=entries[1:] if was_added else entries)
@@ -38,5 +39,6 @@ def _rows(model: Any, tokens: list[int], step_size: int) -> Iterator[mx.array]:
     caches = make_prompt_cache(model)
     for start in range(0, len(tokens), step_size):
         inputs = mx.array([tokens[start : start + step_size]])
+        # In float32: 16 bits round the log-probabilities of likely tokens to 0.
         logits = model(inputs, cache=caches)[0].astype(mx.float32)
         yield from nn.log_softmax(logits)

@@ -108,10 +108,15 @@ def read_prompt(
     finds_stops: bool = False,
     sight: Sight | None = None,
 ) -> ReadPrompt:
-    """The prompt of a request; raises RequestError, also for what its template raises.
+    """The prompt of a request.
 
-    most: tokens that the model has positions for; a prompt with far more is not read to its end.
-    finds_stops: for caches that go back to some positions only. sight: of a model that has it.
+    Args:
+        most: positions of the model. A prompt with far more tokens is not read to its end.
+        finds_stops: for caches that can go back to some positions only.
+        sight: of a vision model.
+
+    Raises:
+        RequestError: the prompt is empty or too long, or its template raises an error.
     """
     try:
         messages = [as_template_takes_it(each, tokenizer) for each in request.messages or ()]
@@ -159,6 +164,7 @@ def _of_chat(
     text, messages = _accepted(partial(render, **ending), messages)
     prompt = _read(text, request, tokenizer, most, sight)
     if finds_stops:
+        # Conversations with one system prompt share its tokens, whatever follows.
         system = [*takewhile(lambda message: message["role"] == "system", messages)]
         begin = ""
         if 0 < len(system) < len(messages):

@@ -24,6 +24,8 @@ class ServerRanks:
         if not self.are_several:
             return value
         data = list(pickle.dumps(value)) if self.is_first else []
+        # MLX has no broadcast. A sum in which all other ranks have zeros does the same, once all
+        # know the size.
         size: Any = mx.distributed.all_sum(mx.array(len(data))).item()
         sent = mx.array(data, mx.uint8) if self.is_first else mx.zeros(size, mx.uint8)
         received: Any = mx.distributed.all_sum(sent).tolist()

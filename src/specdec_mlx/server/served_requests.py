@@ -68,13 +68,13 @@ class Ticket:
         self.is_cancelled = True
 
     def check(self) -> None:
-        """Raise ConnectionError if the client has gone."""
         if self.is_cancelled:
             raise ConnectionError(GONE)
 
     def send(self, events: Iterable[Event]) -> None:
         """Send events to the client, up to the first `Ended` or `Failed`."""
         for event in events:
+            # A text and an ending server may both send an end. Clients get the first.
             if self.has_ended:
                 return
             self.has_ended = isinstance(event, Ended | Failed)
@@ -120,6 +120,7 @@ def prepare(request: TextRequest, loaded: LoadedModel, settings: ServerSettings)
         finds_stops=loaded.is_stateful,
         sight=loaded.sight,
     )
+    # Checked first, because megabytes of text take seconds to tokenize.
     check_length(request.prediction, tokenizer, longest, "prediction")
     prediction = encoded(tokenizer, request.prediction)
     check_ids(prompt.tokens, vocab_size_of(loaded.model))
@@ -138,6 +139,7 @@ def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """The compiled grammar of a text, None for any text; raises RequestError and GrammarError."""
     grammar = grammar_for(request, tokenizer)
     if grammar is not None:
+        # Compiles the grammar here, and not at the first token on the engine's thread.
         grammar.begin(compiled_tokenizer(tokenizer))
     return grammar
 
@@ -148,7 +150,6 @@ class GuardedGrammar(GrammarProcessor):
     error: Exception | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits [1, V]; see `GrammarProcessor`."""
         try:
             return super().__call__(tokens, logits)
         except Exception as error:
@@ -199,6 +200,7 @@ class ServedText:
         if self.drafter is not None:
             if preparation.prediction:
                 self.drafter = predicting(self.drafter, preparation.prediction)
+            # A draft model reads the conversation again only from where it has changed.
             self.drafter = keeping_caches(self.drafter, draft_caches)
         grammar, thought, budget = preparation.grammar, prompt.thought, request.thought_budget
         if thought is not None and budget is not None and budget < self.max_tokens:
@@ -208,6 +210,7 @@ class ServedText:
         if grammar is not None:
             processors.append(GuardedGrammar(grammar, tokenizer, len(prompt.tokens), thought))
             if self.drafter is not None:
+                # Tokens that the grammar leaves no choice of are drafted first, at no cost.
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
         is_bounded = bool(request.stop) or not request.parallel_calls
         self.may_end_early = is_bounded or request.has_grammar
@@ -215,7 +218,6 @@ class ServedText:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and text so far."""
         return [*self.prompt.tokens, *self.generated]
 
     @property

@@ -52,7 +52,8 @@ def shared_options(loaded: LoadedModel, settings: ServerSettings) -> Options:
 def options_of(text: ServedText, store: Callable[[ServedText], None]) -> dict[str, Any]:
     """The options of one text, by the names that the loop and a row of a batch have for them.
 
-    store: stores the caches of a prompt that is read in part.
+    Args:
+        store: stores the caches of a prompt that is read in part.
     """
     return {
         "max_tokens": text.max_tokens,
@@ -65,8 +66,6 @@ def options_of(text: ServedText, store: Callable[[ServedText], None]) -> dict[st
 
 
 class SingleWriter:
-    """One text, written by the loop."""
-
     def __init__(self, text: ServedText, settings: ServerSettings) -> None:
         self.texts, self.settings = [text], settings
         self.generation: Generation | None = None
@@ -82,6 +81,7 @@ class SingleWriter:
         (before,) = self.texts
         batch = BatchWriter(text.loaded, self.settings)
         try:
+            # Stores the caches, which `batch.join` fetches again.
             self._leave(before)
         except Exception as error:
             before.fail(error)
@@ -124,7 +124,6 @@ class SingleWriter:
         yield from generation.generate()
 
     def step(self) -> None:
-        """Read a part of the prompt, or write a token."""
         (text,) = self.texts
         try:
             # on other ranks than the first it may end before its end
@@ -168,8 +167,6 @@ class SingleWriter:
 
 
 class BatchWriter:
-    """Several texts, written as the rows of one batch."""
-
     def __init__(self, loaded: LoadedModel, settings: ServerSettings) -> None:
         self.settings = settings
         self.texts = dict[int, ServedText]()
@@ -214,10 +211,12 @@ class BatchWriter:
 
     def step(self) -> None:
         """Read a part of a prompt, or write a token."""
+        # A copy, because `_fail` removes texts.
         for uid, text in list(self.texts.items()):
             try:
                 text.ticket.check()
             except ConnectionError as error:
+                # A client that hung up often sends the same conversation again.
                 self._store(text)
                 self._fail(uid, error)
         self._steps = self._steps or self.batch.steps()
@@ -231,6 +230,7 @@ class BatchWriter:
             for uid in self.texts.keys() - waiting:
                 self._fail(uid, error)
         else:
+            # The batch may yield a token of a text that has just left.
             if row is not None and row.uid in self.texts:
                 self._take(row)
 
@@ -244,12 +244,12 @@ class BatchWriter:
                 text.end()
                 if row.prompt_cache is not None:
                     text.store_caches(row.num_cached, row.prompt_cache, has_ended=True)
+                # Only now: `_fail` finds the text of an error above.
                 del self.texts[row.uid]
         except Exception as error:
             self._fail(row.uid, error)
 
     def close(self, error: Exception) -> None:
-        """End all texts."""
         for uid in list(self.texts):
             self._fail(uid, error)
         if self._steps is not None:

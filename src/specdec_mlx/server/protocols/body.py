@@ -139,8 +139,6 @@ class Tool(Struct, frozen=True):
 
 
 class Schema(Struct):
-    """A schema that has a name."""
-
     schema: Object
 
 
@@ -163,8 +161,6 @@ class AnswerFormat(Struct):
 
 
 class Config(Struct, frozen=True):
-    """How to think and answer."""
-
     effort: str | None = None
     format: AnswerFormat | None = None
 

@@ -54,8 +54,6 @@ MOST_CHOICES = 32  # most choices of one request: each is a row of a batch
 
 
 class Call(Struct):
-    """A call of a function."""
-
     function: Tool
 
 
@@ -93,8 +91,6 @@ class ChoicesBody(Body, kw_only=True):
 
 
 class ChatBody(ChoicesBody, kw_only=True):
-    """The fields of a chat."""
-
     messages: Annotated[list[Message], Meta(min_length=1)]
     role_mapping: Object | None = None
     continue_final_message: bool = False
@@ -161,7 +157,6 @@ class ChoicesReply(Reply):
         """A choice's part in the chunk of an event."""
 
     def build(self, texts: Sequence[Transcript]) -> Object:
-        """The reply with all choices."""
         choices = []
         for index, text in enumerate(texts):
             assert text.ended is not None
@@ -187,11 +182,9 @@ class ChoicesReply(Reply):
         yield DONE
 
     def fail(self, error: Exception, status: HTTPStatus) -> Pieces:
-        """An error, and the mark of the end."""
         return server_sent(openai_error(error, status)), DONE
 
     def chunk(self, *choices: Object, **more: Any) -> bytes:
-        """A chunk with some choices."""
         return server_sent(self._object(self.chunk_kind, choices, **more))
 
     def _object(self, kind: str, choices: Sequence[Object], **more: Any) -> Object:
@@ -243,7 +236,6 @@ class ChatReply(ChoicesReply):
             yield self.chunk({"index": choice, "delta": delta, "finish_reason": None})
 
     def delta(self, index: int, event: Event) -> Object | None:
-        """What is new in a message."""
         match event:
             case CallBegan():
                 call = _call(event.id, event.name, event.text)

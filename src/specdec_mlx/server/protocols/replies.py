@@ -49,7 +49,7 @@ class ParsedBody:
         prefix: str,
         call_items: Object | None = None,
     ) -> None:
-        """prefix: what the reply's id begins with."""
+        # Each protocol's ids have a prefix of their own, by which clients tell them apart.
         self.requests, self.body, self.call_items = requests, body, call_items or {}
         self.id, self.created = f"{prefix}{uuid4().hex}", int(time())
         self.model: str = body.get("model") or "default_model"
@@ -177,7 +177,6 @@ class ItemReply(Reply):
         return self.content
 
     def write(self, choice: int, event: Event) -> Pieces:
-        """The bytes of an event."""
         match event:
             case TextPiece() if event.text or event.logprobs:
                 kind = self.kinds[event.is_thought]

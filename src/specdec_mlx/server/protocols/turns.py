@@ -57,7 +57,6 @@ def as_text(part: Object) -> str:
 
 
 def joined(content: Any, where: str, to_text: Callable[[Object], str] = as_text) -> str:
-    """A content as one text."""
     return BETWEEN.join(map(to_text, parts_in(content, where)))
 
 
@@ -99,7 +98,6 @@ class Turns:
         turn["content"] += (BETWEEN if turn["content"] else "") + text
 
     def think(self, text: str) -> None:
-        """Thoughts of the assistant."""
         turn = self._turn("assistant")
         turn |= dict.fromkeys(THOUGHTS, turn.get(THOUGHTS[0], "") + text)
 

@@ -112,14 +112,17 @@ class JsonObject:
 
 
 class CallReader:
-    """The text between the marks of a call, or of several, read as it comes.
+    """The text between the marks of one or more calls, read in pieces.
 
-    Once the name of one of the tools and the beginning of a JSON object are seen, the call is
-    announced, and the object's text follows in pieces. Other formats wait for the end, and for
-    mlx-lm's parser.
+    A call is announced once the name of a tool and the beginning of a JSON object are read. The
+    text of the object follows in pieces. Other formats wait for the end and for mlx-lm's parser.
 
-    index: of the next call. num_whole: calls that came to their end. is_full: no further call is
-    wanted. is_broken: the one that is open is none. left: text after all, once it is closed.
+    Attributes:
+        index: of the next call.
+        num_whole: number of finished calls.
+        is_full: no further call is wanted.
+        is_broken: the open call is no call.
+        left: text that belongs to no call, known once the reader is closed.
     """
 
     def __init__(
@@ -130,7 +133,13 @@ class CallReader:
         mark: str,
         is_single: bool,
     ) -> None:
-        """index: of the first call. mark: what stands before it. is_single: one is enough."""
+        """Begin to read calls.
+
+        Args:
+            index: of the first call.
+            mark: the text before the first call.
+            is_single: one call is enough.
+        """
         self.num_whole = 0
         self.is_broken = self.is_full = False
         self.left = ""
@@ -153,7 +162,6 @@ class CallReader:
         return self._object is not None and self._object.is_in_string
 
     def feed(self, piece: str) -> list[Event]:
-        """Take the next piece."""
         self._body += piece
         self._text += piece
         self._rest += piece
@@ -168,6 +176,7 @@ class CallReader:
                     events.append(self._handed_over())
                 break
             events.append(self._handed_over())
+            # Only the text since the last whole call can become part of the answer.
             self._object, self._text = None, self._rest
             self._finish_one()
         return events
@@ -241,5 +250,4 @@ class CallReader:
 
 
 def new_id() -> str:
-    """An id for a call."""
     return uuid4().hex[:NUM_ID]

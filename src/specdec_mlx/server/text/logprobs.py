@@ -58,7 +58,6 @@ class SeenLogprobs:
         self._waiting = deque[tuple[int, int, TokenLogprob]]()
 
     def add(self, logprob: TokenLogprob) -> None:
-        """Take the next token's entry."""
         self._without_text.append(logprob)
 
     def place(self, start: int, text: str) -> None:
