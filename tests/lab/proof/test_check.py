@@ -277,7 +277,7 @@ def test_the_emitted_distribution_is_exact(
         assert result.bonus_distance < 1e-12
         likeliest = np.where(q >= np.sort(q)[-most_tokens:][0], q, 0)
         assert result.overlap == pytest.approx(np.minimum(p, likeliest / likeliest.sum()).sum())
-        assert result.kept == pytest.approx(result.overlap)
+        assert result.accepted == pytest.approx(result.overlap)
 
 
 SWAPPED = "p and q swapped"
