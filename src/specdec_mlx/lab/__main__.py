@@ -16,7 +16,6 @@ TEXTS = ("texts", "held-out")
 
 
 def main() -> None:
-    """Print a folder, prompts or texts."""
     parser = argparse.ArgumentParser(prog="python -m specdec_mlx.lab", description=__doc__)
     parser.add_argument("which", choices=[*FOLDERS, *HEADS, *TEXTS, "prompts"])
     which = parser.parse_args().which

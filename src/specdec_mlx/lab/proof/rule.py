@@ -164,7 +164,7 @@ class RuleConformance(Conformance):
         self.questions = [question for sampler in samplers for question in questions(sampler)]
         self.answers = [self._outcome(question) for question in self.questions]
         num_kept = sum(outcome.num_accepted for outcome in self.answers)
-        return f"{len(self.asked)} drafts, of which {num_kept} tokens were kept"
+        return f"{len(self.questions)} drafts, of which {num_kept} tokens were kept"
 
     def purity(self) -> str:
         """A decision depends only on its arguments, and does not wait for numbers."""
@@ -193,7 +193,7 @@ class RuleConformance(Conformance):
                 self.require("[eval]" in str(error), f"decide() raised {error}.")
                 what = "decide() waits for numbers; a round waits once, after the verdict."
                 self.require(False, what, LAZY)
-        return f"{len(self.asked)} answers are the same again, and none is waited for"
+        return f"{len(self.questions)} answers are the same again, and none is waited for"
 
     def greedy(self) -> str:
         """At temperature 0, and with samplers of unknown distribution, the target decides.
@@ -221,7 +221,7 @@ class RuleConformance(Conformance):
             what = f"{exact.how}: chances of the texts add up to {exact.got.sum():.6g}, not to 1, "
             self.require(are_chances, f"{what}or some are below 0.")
             is_same = np.allclose(exact.got, single.got, atol=FLOAT32)
-            what = f"on MLX {replace(single, own=exact.got)}"
+            what = f"on MLX {replace(single, expected=exact.got)}"
             self.require(is_same, f"{what} Expected is what they are on NumPy.")
         return f"{len(self.exact)} rounds enumerated, on MLX as on NumPy"
 
