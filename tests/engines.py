@@ -14,7 +14,14 @@ from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Models
-from specdec_mlx.server.requests import Ended, Event, Failed, PromptProgress, TextRequest, Written
+from specdec_mlx.server.requests import (
+    Ended,
+    Event,
+    Failed,
+    PromptProgress,
+    TextRequest,
+    Transcript,
+)
 
 SECONDS = 240  # after which a test that waits fails
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -40,11 +47,11 @@ class Client:
         while isinstance(self.next(), PromptProgress):
             pass
 
-    def wait(self) -> Written:
+    def wait(self) -> Transcript:
         """Wait for the end; the text. Raises the error of one that failed."""
         while not (self.events and isinstance(self.events[-1], Ended | Failed)):
             self.next()
-        written = Written()
+        written = Transcript()
         for event in self.events:
             written.add(event)
         return written
@@ -71,7 +78,7 @@ def submit(engine: Engine, **fields: Any) -> Client:
     return client
 
 
-def ask(engine: Engine, **fields: Any) -> Written:
+def ask(engine: Engine, **fields: Any) -> Transcript:
     """The text that a request gets."""
     return submit(engine, **fields).wait()
 

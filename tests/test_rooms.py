@@ -56,9 +56,9 @@ CORE = tuple(
 
 TOKENS = {
     "core": 22_680,
-    "library": 125_080,
+    "library": 125_090,
     "lab": 71_250,
-    "server": 44_150,
+    "server": 43_650,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

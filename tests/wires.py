@@ -13,7 +13,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from specdec_mlx.errors import GrammarError
-from specdec_mlx.server.requests import RequestError, Wire
+from specdec_mlx.server.protocols.replies import Wire
+from specdec_mlx.server.requests import RequestError
 
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

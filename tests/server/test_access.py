@@ -18,7 +18,7 @@ from serving import until
 from specdec_mlx.server.app import make_app
 from specdec_mlx.server.command import Signals, bound, listen
 from specdec_mlx.server.flags import KEY_VARIABLE, ServerSettings, parse_settings
-from specdec_mlx.server.requests import Ended, Said
+from specdec_mlx.server.requests import Ended, TextPiece
 
 SECRET = "the content"
 BODY = {"messages": [{"role": "user", "content": "go"}]}
@@ -44,7 +44,7 @@ class Engine:
     )
 
     def submit(self, request: Any, put: Any) -> Any:
-        put(Said(SECRET))
+        put(TextPiece(SECRET))
         put(Ended("stop"))
         return SimpleNamespace(cancel=lambda: None)
 

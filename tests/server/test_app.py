@@ -26,9 +26,9 @@ from specdec_mlx.server.requests import (
     Failed,
     PromptProgress,
     RequestError,
-    Said,
     ServerBusyError,
     ServerEndingError,
+    TextPiece,
     TextRequest,
 )
 from specdec_mlx.server.status import Totals
@@ -95,7 +95,7 @@ def served() -> Iterator[tuple[StandIn, int]]:
 @pytest.fixture
 def engine(served: tuple[StandIn, int]) -> StandIn:
     engine = served[0]
-    engine.tickets, engine.answer, engine.is_alive = [], say(Said("Yes."), ENDED), True
+    engine.tickets, engine.answer, engine.is_alive = [], say(TextPiece("Yes."), ENDED), True
     listed = [{"id": name, "created": 86400} for name in ("/folder/one", "two")]
 
     def named(name: str) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def read_until(connection: socket.socket, words: bytes) -> bytes:
 @in_one_test("body", [{}, {"stream": True}, {"stream": True, "n": 3}])
 def test_a_text_ends_with_its_connection(body: Any, port: int, engine: StandIn) -> None:
     """In a silence too, before its first token and after it."""
-    for events in ([], [PromptProgress(1, 9, 0)], [Said("a")]):
+    for events in ([], [PromptProgress(1, 9, 0)], [TextPiece("a")]):
         engine.tickets, engine.answer = [], say(*events)
         with opened(port, {**BODY, **body}) as connection:
             if body and events:
@@ -302,7 +302,7 @@ def test_a_stream_says_in_each_silence_that_it_lives(
         for done in range(3):
             ticket.put(PromptProgress(done, 9, 0))
             read_until(connection, b": keepalive\n\n")
-        ticket.put(Said("a"))
+        ticket.put(TextPiece("a"))
         read_until(connection, b'"a"')
         read_until(connection, b": keepalive\n\n")
         ticket.put(ENDED)
@@ -321,7 +321,7 @@ def test_a_reply_that_is_whole_is_not_woken_for_each_token(is_streamed: bool) ->
             loop = asyncio.get_running_loop()
             patch.setattr(loop, "call_soon_threadsafe", woken.append)
             inbox = app.Inbox(is_streamed=is_streamed)
-            for event in (PromptProgress(0, 7, 0), *[Said("a")] * 5, ENDED):
+            for event in (PromptProgress(0, 7, 0), *[TextPiece("a")] * 5, ENDED):
                 inbox.put(0, event)
                 assert await inbox.take(0.0) == [(0, event)]
         return len(woken)
@@ -332,7 +332,7 @@ def test_a_reply_that_is_whole_is_not_woken_for_each_token(is_streamed: bool) ->
 def test_no_event_is_lost_between_threads(port: int, engine: StandIn) -> None:
     """Many small ones of several choices, as fast as they come."""
     numbers = [f"{i} " for i in range(2000)]
-    engine.answer = say(*[Said(number) for number in numbers], ENDED)
+    engine.answer = say(*[TextPiece(number) for number in numbers], ENDED)
     for stream in False, True:
         _, text, _ = ask(port, "POST", CHAT, {**BODY, "n": 3, "stream": stream})
         if stream:
@@ -382,7 +382,7 @@ def test_an_error_in_the_middle_ends_the_stream_and_the_other_choices(
     first = threading.Event()
 
     def answer(ticket: Ticket) -> None:
-        ticket.put(Said("a"))
+        ticket.put(TextPiece("a"))
         if ticket is engine.tickets[0]:
             first.wait(SECONDS)
             ticket.put(Failed(RuntimeError("oh")))
@@ -428,9 +428,9 @@ def test_totals_count_what_was_written(port: int, engine: StandIn) -> None:
     stats = SpeculationStats(target_passes=2, drafted=8, accepted=5, rounds=[(4, 2), (4, 3)])
     stats.by_drafter["x"] = [8, 5]
     ended = Ended("stop", "s", 7, 2, num_written=5, accepted=3, rejected=5, stats=stats)
-    engine.answer = say(Said("Yes."), ended)
+    engine.answer = say(TextPiece("Yes."), ended)
     ask(port, "POST", CHAT, BODY)
-    engine.answer = say(Said("Yes."), ENDED)
+    engine.answer = say(TextPiece("Yes."), ENDED)
     ask(port, "POST", CHAT, {**BODY, "stream": True})
     after = counts()
     grown = {name: after[name] - before.get(name, 0) for name in after}
@@ -440,7 +440,7 @@ def test_totals_count_what_was_written(port: int, engine: StandIn) -> None:
     assert [grown[f"vllm:spec_decode_{name}_total"] for name in drafts.split()] == [2, 8, 3]
     at = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
     assert [grown[at % place] for place in range(4)] == [2, 1, 0, 0]
-    assert "<td>x</td><td>5 of 8 (62%)</td>" in ask(port, "GET", "/")[1]
+    assert "<td>x<td>5 of 8 (62%)" in ask(port, "GET", "/")[1]
 
 
 def test_a_request_is_one_line_of_the_log(

@@ -26,10 +26,10 @@ from specdec_mlx.server.requests import (
     Event,
     PromptProgress,
     RequestError,
-    Said,
+    TextPiece,
     TextRequest,
     TokenLogprob,
-    Written,
+    Transcript,
 )
 from wires import chat_of, each_wrong, events_in
 
@@ -146,8 +146,9 @@ def test_all_fields_reach_the_engine() -> None:
         },
         penalties={
             "repetition_penalty": 1.2,
-            "repetition_context_size": 5,
+            "presence_penalty": 0.0,
             "frequency_penalty": -0.5,
+            "repetition_context_size": 5,
             "logit_bias": {5: -1.0},
         },
         seed=4,
@@ -320,8 +321,8 @@ def test_what_is_no_object_is_refused(raw: bytes) -> None:
 ENDED = Ended("stop", num_prompt=10, num_cached=4, num_written=6, num_thought=2, accepted=3)
 PLAIN: Sequence[Event] = [
     PromptProgress(10, 10, 4),
-    Said("Hm.", is_thought=True),
-    Said("Yes."),
+    TextPiece("Hm.", is_thought=True),
+    TextPiece("Yes."),
     ENDED,
 ]
 
@@ -329,7 +330,7 @@ PLAIN: Sequence[Event] = [
 def streamed(events: Sequence[Event], **body: Any) -> list[dict[str, Any]]:
     """The chunks of events of one choice."""
     asked = CHAT.read({"messages": [USER], **body})
-    stream = CHAT.stream(asked)
+    stream = CHAT.reply(asked)
     raw = b"".join(stream.begin())
     raw += b"".join(part for event in events for part in [*stream.write(0, event)])
     raw += stream.keepalive() + b"".join(stream.end())
@@ -341,11 +342,11 @@ def whole(*texts: Sequence[Event], **body: Any) -> dict[str, Any]:
     """The reply of events of each choice."""
     written = []
     for events in texts:
-        written.append(Written())
+        written.append(Transcript())
         for event in events:
             written[-1].add(event)
     asked = CHAT.read({"messages": [USER], "n": len(texts), **body})
-    reply = CHAT.reply(asked, written)
+    reply = CHAT.reply(asked).whole(written)
     ChatCompletion.model_validate(reply)
     return reply
 
@@ -425,7 +426,7 @@ ENTRY = TokenLogprob(7, "é".encode()[:1], -0.5, [(7, b"\xc3", -0.5), (8, b"x", 
 
 
 def test_log_probabilities_are_in_openais_form_with_ids() -> None:
-    events: list[Event] = [Said("é", logprobs=[ENTRY]), Said("", logprobs=[ENTRY]), ENDED]
+    events: list[Event] = [TextPiece("é", logprobs=[ENTRY]), TextPiece("", logprobs=[ENTRY]), ENDED]
     shown = {"id": 7, "token": "�", "logprob": -0.5, "bytes": [0xC3]}
     other = {"id": 8, "token": "x", "logprob": LEAST_LOGPROB, "bytes": [0x78]}
     entry = {**shown, "top_logprobs": [shown, other]}
@@ -437,7 +438,7 @@ def test_log_probabilities_are_in_openais_form_with_ids() -> None:
 
 
 def test_an_error_ends_a_stream() -> None:
-    stream = CHAT.stream(CHAT.read({"messages": [USER]}))
+    stream = CHAT.reply(CHAT.read({"messages": [USER]}))
     told = b"".join(stream.fail(KeyError("x"), HTTPStatus.INTERNAL_SERVER_ERROR))
     (event,) = events_in(told)
     assert event["error"]["message"] == "KeyError: 'x'"

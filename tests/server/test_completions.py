@@ -22,9 +22,9 @@ from specdec_mlx.server.requests import (
     Event,
     PromptProgress,
     RequestError,
-    Said,
+    TextPiece,
     TokenLogprob,
-    Written,
+    Transcript,
 )
 from wires import each_wrong, events_in
 
@@ -84,8 +84,8 @@ SECOND = TokenLogprob(4, b"\xc3", -1.0, [(5, b"x", -0.5)])
 THIRD = TokenLogprob(6, b"\xa9", -2.0, [(6, b"\xa9", -2.0), (7, b"\x80", -3.0)])
 EVENTS: Sequence[Event] = [
     PromptProgress(4, 4, 1),
-    Said("ab", logprobs=[FIRST]),
-    Said("é", logprobs=[SECOND, THIRD]),
+    TextPiece("ab", logprobs=[FIRST]),
+    TextPiece("é", logprobs=[SECOND, THIRD]),
     ENDED,
 ]
 
@@ -93,10 +93,10 @@ EVENTS: Sequence[Event] = [
 def test_log_probabilities_are_in_the_form_of_completions() -> None:
     """That of a first token is null; what is likeliest has the written token among it."""
     asked = COMPLETIONS.read({"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 1})
-    written = Written()
+    written = Transcript()
     for event in EVENTS:
         written.add(event)
-    reply = COMPLETIONS.reply(asked, [written])
+    reply = COMPLETIONS.reply(asked).whole([written])
     (choice,) = reply["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abé", "length")
     content = choice["logprobs"].pop("content")
@@ -113,7 +113,7 @@ def test_log_probabilities_are_in_the_form_of_completions() -> None:
 def test_a_stream_says_what_a_whole_reply_says() -> None:
     usage = {"include_usage": True}
     body = {"prompt": ["ab", "cd"], "logprobs": 1, "stream_options": usage, "stream": True}
-    stream = COMPLETIONS.stream(COMPLETIONS.read(body))
+    stream = COMPLETIONS.reply(COMPLETIONS.read(body))
     raw = b"".join(stream.begin())
     for event in EVENTS:
         for choice in (1, 0):

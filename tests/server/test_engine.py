@@ -36,10 +36,10 @@ from specdec_mlx.server.requests import (
     Failed,
     PromptProgress,
     RequestError,
-    Said,
     ServerEndingError,
+    TextPiece,
     TextRequest,
-    Written,
+    Transcript,
 )
 from specdec_mlx.server.text.state import TextState
 from tiny_model_folder import CHAT_TEMPLATE, make_tokenizer, write_model_folder
@@ -97,12 +97,12 @@ def begin(engine: Engine, i: int, **kind: Any) -> Client:
     return submit(engine, **{"prompt": prompt_of(i), "max_tokens": 40} | kind)
 
 
-def texts(engine: Engine, kinds: list[dict[str, Any]], first: int = 0) -> list[Written]:
+def texts(engine: Engine, kinds: list[dict[str, Any]], first: int = 0) -> list[Transcript]:
     """Each asked for alone."""
     return [begin(engine, first + i, **kind).wait() for i, kind in enumerate(kinds)]
 
 
-def told(written: Written) -> tuple[Any, ...]:
+def told(written: Transcript) -> tuple[Any, ...]:
     """What does not depend on who else is served."""
     assert written.ended is not None
     ended = written.ended
@@ -253,7 +253,7 @@ def test_what_was_written_for_a_client_that_left_is_not_read_again(
         others = [begin(engine, i, max_tokens=2000) for i in range(2)]
         leaving = begin(engine, 7, prompt="7 " + TEXT * 9, max_tokens=2000)
         leaving.until_text()
-        while sum(isinstance(event, Said) for event in leaving.events) < 9:
+        while sum(isinstance(event, TextPiece) for event in leaving.events) < 9:
             leaving.next()
         for client in (leaving, *others):
             client.ticket.cancel()
@@ -262,7 +262,7 @@ def test_what_was_written_for_a_client_that_left_is_not_read_again(
         engine = settled(engine)
         prompt = "7 " + TEXT * 9
         num_prompt = len(make_tokenizer().encode(prompt).ids)
-        said = "".join(event.text for event in leaving.events[:-1] if isinstance(event, Said))
+        said = "".join(event.text for event in leaving.events[:-1] if isinstance(event, TextPiece))
         again = begin(engine, 7, prompt=prompt + said, max_tokens=9).wait()
         assert again.ended
         assert again.ended.num_cached >= num_prompt - 1 + (5 if name == "qwen2" else 0)
@@ -663,7 +663,7 @@ def test_a_request_whose_model_is_freed_while_it_is_prepared_is_prepared_again(
         assert begin(engine, 0).wait().text == plain(folder, prompt_of(0), 40)
 
 
-def seen(text: Written) -> tuple[Any, ...]:
+def seen(text: Transcript) -> tuple[Any, ...]:
     """What a client sees of a text, but for the ids of its calls."""
     assert text.ended
     calls = [(call["name"], call["arguments"]) for call in text.calls]

@@ -18,10 +18,10 @@ from specdec_mlx.server import forced
 from specdec_mlx.server.requests import (
     CallBroken,
     RequestError,
-    Said,
     ServerBusyError,
+    TextPiece,
     TextRequest,
-    Written,
+    Transcript,
 )
 
 STRICT = {**PARAMETERS, "required": ["a"], "additionalProperties": False}
@@ -171,13 +171,13 @@ def test_a_forced_call_that_the_limit_cuts_leaves_no_marks(how: dict[str, Any], 
         asked: dict[str, Any] = {"how": how, "tools": TOOLS, "tool_choice": "required"}
         for most in range(len(tokens)):
             events = [*events_of(tokens, most=most, **asked)]
-            reply = Written()
+            reply = Transcript()
             for event in events:
                 reply.add(event)
             shown = said(reply)
             assert (shown[0], shown[1], shown[3]) in [("", "", "length"), ("", "", "tool_calls")]
             assert {call[1] for call in shown[2]} <= {arguments}
-            pieces = [event.text for event in events if isinstance(event, Said | CallBroken)]
+            pieces = [event.text for event in events if isinstance(event, TextPiece | CallBroken)]
             assert not any(pieces)
 
 

@@ -25,7 +25,8 @@ from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.protocols import body
 from specdec_mlx.server.protocols.body import read_body
-from specdec_mlx.server.requests import Asked, Failed, RequestError, TextRequest
+from specdec_mlx.server.protocols.replies import ParsedBody
+from specdec_mlx.server.requests import Failed, RequestError, TextRequest
 from specdec_mlx.server.tickets import Ticket
 from tiny_model_folder import make_tokenizer, write_model_folder
 
@@ -229,17 +230,17 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 
 def test_a_request_that_is_refused_is_let_go(port: int) -> None:
     """Its body is not kept by the error, until Python looks for circles."""
-    refs: list[weakref.ref[Asked]] = []
-    init = Asked.__init__
+    refs: list[weakref.ref[ParsedBody]] = []
+    init = ParsedBody.__init__
 
-    def noted(self: Asked, *args: Any, **options: Any) -> None:
+    def noted(self: ParsedBody, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         refs.append(weakref.ref(self))
 
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Asked, "__init__", noted)
+            patch.setattr(ParsedBody, "__init__", noted)
             data = b'{"prompt": "x"}'
             with opened(port, "/v1/completions", f"Content-Length: {len(data)}") as connection:
                 connection.sendall(data)

@@ -20,9 +20,9 @@ from specdec_mlx.server.requests import (
     Event,
     PromptProgress,
     RequestError,
-    Said,
+    TextPiece,
     TextRequest,
-    Written,
+    Transcript,
 )
 from wires import each_wrong, events_in, message_of
 
@@ -42,13 +42,13 @@ def read(messages: Any = USER, **more: Any) -> TextRequest:
 def both(*events: Event, **body: Any) -> list[dict[str, Any]]:
     """The message that these events make, whole and streamed."""
     asked = MESSAGES.read({"model": "m", "max_tokens": 9, "messages": USER, **body})
-    written, stream = Written(), MESSAGES.stream(asked)
+    written, stream = Transcript(), MESSAGES.reply(asked)
     raw = b"".join(stream.begin()) + stream.keepalive()
     for event in events:
         written.add(event)
         raw += b"".join(stream.write(0, event))
     raw += b"".join(stream.end())
-    whole = MESSAGES.reply(asked, [written])
+    whole = MESSAGES.reply(asked).whole([written])
     Message.model_validate(whole)
     return [whole, message_of(events_in(raw))]
 
@@ -277,12 +277,12 @@ def test_a_text_with_thoughts_and_calls() -> None:
     """Blocks in the order of their events; counts of what was read, found and written."""
     events = [
         PromptProgress(0, 30, 20),
-        Said("Let me ", is_thought=True),
-        Said("think.", is_thought=True),
+        TextPiece("Let me ", is_thought=True),
+        TextPiece("think.", is_thought=True),
         PromptProgress(30, 30, 20),
-        Said("I read "),
-        Said(""),
-        Said("two."),
+        TextPiece("I read "),
+        TextPiece(""),
+        TextPiece("two."),
         CallBegan(0, "call_0", "read"),
         CallArguments(0, '{"path": '),
         CallArguments(0, '"a"}'),
@@ -319,7 +319,7 @@ def test_a_text_with_thoughts_and_calls() -> None:
     ],
 )
 def test_the_reason_is_what_really_stopped_the_text(ended: Ended, expected: Any) -> None:
-    for message in both(Said("x"), ended):
+    for message in both(TextPiece("x"), ended):
         assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
@@ -333,7 +333,7 @@ def test_a_call_that_is_cut_is_text_and_a_stream_leaves_it_at_that() -> None:
 
 
 def test_a_stream_begins_with_the_counts_of_the_prompt() -> None:
-    stream = MESSAGES.stream(MESSAGES.read({"messages": USER}))
+    stream = MESSAGES.reply(MESSAGES.read({"messages": USER}))
     assert b"".join(stream.begin()) == b""
     (started,) = events_in(b"".join(stream.write(0, PromptProgress(0, 30, 20))))
     assert started["message"]["usage"]["input_tokens"] == 10
@@ -352,7 +352,7 @@ def test_errors_are_in_the_protocols_form() -> None:
     assert details == {"error_code": "thread_unsupported_request"}
     busy = MESSAGES.error(RuntimeError("x"), HTTPStatus.SERVICE_UNAVAILABLE)
     assert busy["error"]["type"] == "overloaded_error"
-    stream = MESSAGES.stream(MESSAGES.read({"messages": USER}))
+    stream = MESSAGES.reply(MESSAGES.read({"messages": USER}))
     (event,) = events_in(b"".join(stream.fail(RuntimeError("x"), HTTPStatus.INTERNAL_SERVER_ERROR)))
     assert event["type"] == "error"
     assert event["error"]["type"] == "api_error"

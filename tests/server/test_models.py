@@ -27,7 +27,7 @@ from specdec_mlx.server import app, loading, models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import GIVEN, parse_settings
 from specdec_mlx.server.models import Models
-from specdec_mlx.server.requests import RequestError, ServerEndingError, TextRequest, Written
+from specdec_mlx.server.requests import RequestError, ServerEndingError, TextRequest, Transcript
 from tiny_model_folder import write_model_folder
 
 HELPERS = ["gpt-4o-mini", "sonnet", "anthropic/claude-haiku", "accounts/a/models/b"]
@@ -308,7 +308,7 @@ def test_a_name_of_no_model_leaves_the_loaded_one_where_it_is(folder: Path, tmp_
         assert ask(engine).text == expected
 
 
-def drafted(text: Written) -> int:
+def drafted(text: Transcript) -> int:
     assert text.ended is not None
     assert text.ended.stats is not None
     return int(text.ended.stats.drafted)

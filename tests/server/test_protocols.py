@@ -13,6 +13,7 @@ from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.messages import MESSAGES
+from specdec_mlx.server.protocols.replies import Wire
 from specdec_mlx.server.protocols.responses import RESPONSES
 from specdec_mlx.server.requests import (
     CallArguments,
@@ -21,10 +22,9 @@ from specdec_mlx.server.requests import (
     Ended,
     Event,
     RequestError,
-    Said,
+    TextPiece,
     TextRequest,
-    Wire,
-    Written,
+    Transcript,
 )
 
 PNG = "iVBORw0KGgo"
@@ -218,20 +218,20 @@ def test_broken_arguments_in_a_history_of_messages_are_left_to_the_prompt() -> N
 
 def test_half_a_pair_of_surrogates_in_a_call_is_replaced() -> None:
     """As of a model whose text was cut: nothing else could be sent."""
-    written = Written()
+    written = Transcript()
     written.add(CallBegan(0, "1", "f", '{"b": "\\ud83d"}'))
     written.add(Ended("tool_calls"))
     asked = MESSAGES.read({"messages": [{"role": "user", "content": "go"}]})
-    assert MESSAGES.reply(asked, [written])["content"][0]["input"] == {"b": "\ufffd"}
+    assert MESSAGES.reply(asked).whole([written])["content"][0]["input"] == {"b": "\ufffd"}
 
 
 def test_an_answer_without_a_text_is_an_empty_one() -> None:
     """Clients count on a text where there is no call."""
-    written = Written(ended=Ended("stop"))
+    written = Transcript(ended=Ended("stop"))
     asked = CHAT.read({"messages": [{"role": "user", "content": "go"}]})
-    assert CHAT.reply(asked, [written])["choices"][0]["message"]["content"] == ""
+    assert CHAT.reply(asked).whole([written])["choices"][0]["message"]["content"] == ""
     written.add(CallBegan(0, "1", "f", "{}"))
-    assert CHAT.reply(asked, [written])["choices"][0]["message"]["content"] is None
+    assert CHAT.reply(asked).whole([written])["choices"][0]["message"]["content"] is None
 
 
 PARTS: list[tuple[Any, str]] = [
@@ -282,17 +282,22 @@ def test_a_chosen_tool_is_one_of_the_tools() -> None:
 def test_a_whole_reply_is_what_the_events_of_its_texts_make() -> None:
     """Each part at once: thoughts, the answer, calls, the end."""
     events: list[Event] = [
-        *(Said("so ", is_thought=True), Said("so", is_thought=True), Said("I "), Said("go.")),
+        *(
+            TextPiece("so ", is_thought=True),
+            TextPiece("so", is_thought=True),
+            TextPiece("I "),
+            TextPiece("go."),
+        ),
         *(CallBegan(0, "1", "f", '{"a": '), CallArguments(0, "1}")),
         *(CallBegan(1, "2", "g", "{"), CallBroken(1, "<call>{")),
         Ended("tool_calls"),
     ]
-    written = Written()
+    written = Transcript()
     for event in events:
         written.add(event)
     assert written.events() == [
-        Said("so so", is_thought=True),
-        Said("I go.<call>{", logprobs=[]),
+        TextPiece("so so", is_thought=True),
+        TextPiece("I go.<call>{", logprobs=[]),
         CallBegan(0, "1", "f", '{"a": 1}'),
         Ended("tool_calls"),
     ]

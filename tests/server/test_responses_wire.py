@@ -21,10 +21,10 @@ from specdec_mlx.server.requests import (
     Event,
     PromptProgress,
     RequestError,
-    Said,
+    TextPiece,
     TextRequest,
     TokenLogprob,
-    Written,
+    Transcript,
 )
 from wires import each_wrong, events_in, response_of
 
@@ -57,13 +57,13 @@ def read(given: Any = "hello", **more: Any) -> TextRequest:
 def both(*events: Event, **body: Any) -> list[dict[str, Any]]:
     """The response that these events make, whole and streamed."""
     asked = RESPONSES.read({"model": "m", "input": "hello", **body})
-    written, stream = Written(), RESPONSES.stream(asked)
+    written, stream = Transcript(), RESPONSES.reply(asked)
     raw = b"".join(stream.begin()) + stream.keepalive()
     for event in events:
         written.add(event)
         raw += b"".join(stream.write(0, event))
     raw += b"".join(stream.end())
-    whole = RESPONSES.reply(asked, [written])
+    whole = RESPONSES.reply(asked).whole([written])
     Response.model_validate(whole)
     return [whole, response_of(events_in(raw))]
 
@@ -284,11 +284,11 @@ def test_a_text_with_thoughts_and_calls() -> None:
     """Items in the order of their events; counts of what was read, found and written."""
     events = [
         PromptProgress(0, 30, 20),
-        Said("Let me ", is_thought=True),
-        Said("think.", is_thought=True),
-        Said("I read "),
-        Said(""),
-        Said("two."),
+        TextPiece("Let me ", is_thought=True),
+        TextPiece("think.", is_thought=True),
+        TextPiece("I read "),
+        TextPiece(""),
+        TextPiece("two."),
         CallBegan(0, "call_0", "read"),
         CallArguments(0, '{"path": '),
         CallArguments(0, '"a"}'),
@@ -327,7 +327,7 @@ def test_a_text_with_thoughts_and_calls() -> None:
 
 
 def test_a_text_that_is_cut_is_incomplete() -> None:
-    for response in both(Said("x"), Ended("length", num_prompt=3, num_written=1)):
+    for response in both(TextPiece("x"), Ended("length", num_prompt=3, num_written=1)):
         assert response["status"] == response["output"][0]["status"] == "incomplete"
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
 
@@ -344,7 +344,7 @@ def test_a_call_that_is_cut_is_text_and_a_stream_leaves_it_at_that() -> None:
 def test_log_probabilities_stand_beside_the_text() -> None:
     tokens = [TokenLogprob(7, b"a", -0.5, [(7, b"a", -0.5), (8, b"b", -1.5)])]
     tokens += [TokenLogprob(9, "é".encode()[:1], -0.25)]
-    events = [Said("a", logprobs=tokens[:1]), Said("é", logprobs=tokens[1:])]
+    events = [TextPiece("a", logprobs=tokens[:1]), TextPiece("é", logprobs=tokens[1:])]
     include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     for response in both(*events, Ended("stop", num_prompt=3, num_written=2), **include):
         first, second = response["output"][0]["content"][0]["logprobs"]
@@ -359,8 +359,8 @@ def test_errors_are_in_the_protocols_form() -> None:
     bad = RESPONSES.error(too_long, HTTPStatus.BAD_REQUEST)["error"]
     assert (bad["message"], bad["code"]) == ("It does not fit.", "context_length_exceeded")
     for error, code in (too_long, "context_length_exceeded"), (RuntimeError("x"), "server_error"):
-        stream = RESPONSES.stream(RESPONSES.read({"input": "hello"}))
-        raw = b"".join([*stream.begin(), *stream.write(0, Said("x"))])
+        stream = RESPONSES.reply(RESPONSES.read({"input": "hello"}))
+        raw = b"".join([*stream.begin(), *stream.write(0, TextPiece("x"))])
         raw += b"".join(stream.fail(error, HTTPStatus.INTERNAL_SERVER_ERROR))
         response = response_of(events_in(raw))
         assert (response["status"], response["error"]["code"]) == ("failed", code)

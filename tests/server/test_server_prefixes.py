@@ -30,7 +30,7 @@ from lossless import rows_of
 from selection import FULL, cases, in_one_test
 from specdec_mlx.server.prefix_files import PrefixFiles
 from specdec_mlx.server.prefixes import MOST_POINTS, Prefixes, stateful, thinned
-from specdec_mlx.server.requests import Ended, Written
+from specdec_mlx.server.requests import Ended, Transcript
 from tiny_model_folder import write_model_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -99,12 +99,12 @@ def asked(turns: list[str]) -> list[dict[str, str]]:
     return [SYSTEM, *({"role": r, "content": t} for r, t in zip(roles, turns, strict=False))]
 
 
-def ended(text: Written) -> Ended:
+def ended(text: Transcript) -> Ended:
     assert text.ended is not None
     return text.ended
 
 
-def cached(text: Written) -> int:
+def cached(text: Transcript) -> int:
     return ended(text).num_cached
 
 
@@ -115,7 +115,7 @@ def test_a_turn_reads_only_what_is_new_and_says_what_a_fresh_run_says(folder: Pa
     turns: list[str] = []
     read_in_all = 0
 
-    def answer(turns: list[str]) -> Written:
+    def answer(turns: list[str]) -> Transcript:
         text = ask(engine, messages=asked(turns), num_draft_tokens=3)
         prompt = tokenizer.apply_chat_template(asked(turns), add_generation_prompt=True)
         assert text.text == mlx_lm.generate(model, tokenizer, prompt, max_tokens=24)

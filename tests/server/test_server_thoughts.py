@@ -18,8 +18,9 @@ from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.server.protocols.body import BUDGETS
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.messages import MESSAGES as MESSAGES_WIRE
+from specdec_mlx.server.protocols.replies import Wire
 from specdec_mlx.server.protocols.responses import RESPONSES as RESPONSES_WIRE
-from specdec_mlx.server.requests import RequestError, Wire, Written
+from specdec_mlx.server.requests import RequestError, Transcript
 from tiny_model_folder import write_model_folder
 from wires import chat_of, events_in, message_of, response_of
 
@@ -224,7 +225,7 @@ def test_a_thought_before_a_grammar_ends_with_its_token() -> None:
     text = ' b</think>{"a": "one"}' + END
     given = {"in_thought": True, "thought": thought_by(THOUGHT), **SCHEMED}
     pieces = [tokenizer().get_vocab()[char] for char in "</think>"]
-    whole = Written()
+    whole = Transcript()
     for event in events_of([*cut("a"), *pieces, *cut(text)], **given):
         whole.add(event)
     assert said(whole)[:4] == ('{"a": "one"}', "a</think> b", [], "stop")
@@ -317,7 +318,7 @@ def test_thoughts_are_closed_in_rows_of_a_batch_as_alone(
         prompt = f"{chr(65 + i)} the cat in the hat and the other cat in the hat"
         return {"messages": [{"role": "user", "content": prompt}], **THINKS, **LIMITED[i]}
 
-    def told(text: Written) -> tuple[Any, ...]:
+    def told(text: Transcript) -> tuple[Any, ...]:
         assert text.ended
         return *said(text), text.ended.num_written, text.ended.num_thought
 

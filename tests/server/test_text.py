@@ -32,9 +32,9 @@ from specdec_mlx.server.requests import (
     CallBegan,
     CallBroken,
     Ended,
-    Said,
+    TextPiece,
     TextRequest,
-    Written,
+    Transcript,
 )
 from specdec_mlx.server.text.calls import PIECE
 from specdec_mlx.server.text.logprobs import token_bytes
@@ -96,7 +96,7 @@ def test_the_stop_string_that_begins_first_ends_the_text_in_every_split(strings:
         ends = [i + 1 for i in range(size - 1) if bits >> i & 1] + [size]
         starts = [0, *ends[:-1]]
         state = TextState(wrapper, TextRequest(prompt="", stop=strings), [], False)
-        whole = Written()
+        whole = Transcript()
         for start, end in zip(starts, ends, strict=True):
             for event in state.add(vocab[spelled[start:end]], None, False):
                 whole.add(event)
@@ -189,7 +189,9 @@ def test_the_end_of_a_text(case: str, seed: int | None) -> None:
 
 def test_text_is_held_back_only_while_it_may_be_a_stop_string() -> None:
     tokens = cut("ab.cd.\nef")
-    assert [event.text for event in events_of(tokens, stop=[".\n"]) if isinstance(event, Said)] == [
+    assert [
+        event.text for event in events_of(tokens, stop=[".\n"]) if isinstance(event, TextPiece)
+    ] == [
         *("a", "b"),
         *(".c", "d"),
     ]
@@ -382,7 +384,7 @@ def test_a_call_that_breaks_early_is_text_in_a_stream_too(broken: str) -> None:
     for seed in range(3):
         events = [*events_of(cut(call(broken) + call("{}") + END, seed), tools=TOOLS)]
         assert not any(isinstance(event, CallBroken) for event in events)
-        whole = Written()
+        whole = Transcript()
         for event in events:
             whole.add(event)
         assert said(whole)[:4] == (call(broken), "", [("f", "{}")], "tool_calls")
@@ -400,7 +402,7 @@ def test_what_a_stream_has_of_a_call_that_breaks_can_become_an_object(broken: st
         from_json(sent, allow_partial="trailing-strings")
         began = [event.index for event in events if isinstance(event, CallBegan)]
         assert began == [0, 1]
-        whole = Written()
+        whole = Transcript()
         for event in events:
             whole.add(event)
         assert said(whole)[:3] == (call(broken), "", [("f", "{}")])
@@ -567,7 +569,9 @@ def of_events(tokens: list[int], **how: Any) -> tuple[list[Any], list[Any]]:
     told = list(
         events_of(tokens, num_logprobs=3, logprobs=rows(tokens, len(tokens)), tools=TOOLS, **how)
     )
-    return told, [entry for event in told if isinstance(event, Said) for entry in event.logprobs]
+    return told, [
+        entry for event in told if isinstance(event, TextPiece) for entry in event.logprobs
+    ]
 
 
 def test_log_probabilities_are_of_the_written_tokens_and_sorted() -> None:
@@ -601,7 +605,7 @@ def test_each_token_that_is_seen_has_its_log_probability(
 def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
     tokens = cut("ab.cd 🎉.")
     told, _ = of_events(tokens, stop=[".\n"])
-    pieces = [(event.text, len(event.logprobs)) for event in told if isinstance(event, Said)]
+    pieces = [(event.text, len(event.logprobs)) for event in told if isinstance(event, TextPiece)]
     assert pieces == [("a", 1), ("b", 1), (".c", 2), ("d", 1), (" 🎉", 5), (".", 1)]
 
 
@@ -622,7 +626,7 @@ def test_the_end_token_is_not_seen_after_a_stop_string_that_is_decided_with_it()
 def test_log_probabilities_of_marks_and_calls_are_not_shown_but_those_of_broken_calls_are() -> None:
     text = f"a{UNTHINK}b{call('{}')}c"
     told, entries = of_events(cut(text), in_thought=True)
-    assert [(event.text, event.is_thought) for event in told if isinstance(event, Said)] == [
+    assert [(event.text, event.is_thought) for event in told if isinstance(event, TextPiece)] == [
         *(("a", True), ("b", False)),
         ("c", False),
     ]
@@ -636,7 +640,7 @@ def test_what_a_grammar_forbids_is_no_alternative() -> None:
     tokens = cut("a")
     row = mx.where(mx.arange(len(tokenizer())) == tokens[0], 0.0, -mx.inf)
     event = next(iter(events_of(tokens, num_logprobs=5, logprobs=[row])))
-    assert isinstance(event, Said)
+    assert isinstance(event, TextPiece)
     assert [index for index, _, _ in event.logprobs[0].top] == tokens
 
 
@@ -661,7 +665,7 @@ def test_a_text_that_goes_on_keeps_its_first_space() -> None:
     def first(before: str, **asked: Any) -> str:
         state = TextState(tokenizer(), TextRequest(**asked), cut(before), False)
         events = [event for token in cut("  b") for event in state.add(token, None, False)]
-        return "".join(event.text for event in events if isinstance(event, Said))
+        return "".join(event.text for event in events if isinstance(event, TextPiece))
 
     assert first("a", messages=[]) == " b"
     assert first("a", messages=[], continues=True) == "  b"

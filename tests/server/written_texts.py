@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec_mlx.drafters.thoughts import Thought
-from specdec_mlx.server.requests import Event, TextRequest, Written
+from specdec_mlx.server.requests import Event, TextRequest, Transcript
 from specdec_mlx.server.text.state import TextState
 
 END, THINK, UNTHINK = "<|end|>", "<think>", "</think>"
@@ -109,15 +109,15 @@ def events_of(
     yield from state.end(state.ended or "length")
 
 
-def written(text: str, seed: int | None = None, **how: Any) -> Written:
+def written(text: str, seed: int | None = None, **how: Any) -> Transcript:
     """A text put together again from its events; `END` in it is the end token."""
-    whole = Written()
+    whole = Transcript()
     for event in events_of(cut(text, seed, **how.get("how", {})), **how):
         whole.add(event)
     return whole
 
 
-def said(whole: Written) -> tuple[Any, ...]:
+def said(whole: Transcript) -> tuple[Any, ...]:
     """What a client sees of a text, but for the ids of its calls."""
     assert whole.ended is not None
     calls = [(call["name"], call["arguments"]) for call in whole.calls]

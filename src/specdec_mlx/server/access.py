@@ -5,13 +5,14 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from specdec_mlx.server.flags import ServerSettings, is_loopback
+from specdec_mlx.server.requests import RequestError
 
 TRUSTED_ORIGINS = (
     r"https?://(localhost|tauri\.localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"
@@ -27,9 +28,6 @@ HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?")
 """A Host header: a name or an address, IPv6 in brackets, and a port."""
 
 OPEN_PATH = "/health"  # answered without the key, for those who watch the server
-
-Refuse = Callable[[Scope, HTTPStatus, str], ASGIApp]
-"""Makes the response that refuses a request, from its scope, the status and the reason."""
 
 
 def origins_of(settings: ServerSettings) -> re.Pattern[str]:
@@ -48,26 +46,24 @@ def permits_host(settings: ServerSettings, header: str) -> bool:
     if (parts := HOST.fullmatch(header.strip().lower())) is None:
         return False
     host = parts[1].strip("[]")
-    if is_loopback(host) or host == settings.host.lower():
+    if is_loopback(host) or {host, "*"} & {settings.host.lower(), *settings.allowed_hosts}:
         return True
-    if any(name in ("*", host) for name in settings.allowed_hosts):
-        return True
-    return is_address(host) and not is_loopback(settings.host)
-
-
-def is_address(host: str) -> bool:
-    """True for an IP address, False for a name."""
     try:
-        ipaddress.ip_address(host)
-    except ValueError:
+        return ipaddress.ip_address(host) is not None and not is_loopback(settings.host)
+    except ValueError:  # a name
         return False
-    return True
 
 
-def reason_to_refuse(
-    settings: ServerSettings, permitted: re.Pattern[str], headers: Headers
-) -> str | None:
-    """The reason not to answer a request under a foreign name, or of a foreign page, or None.
+def foreign_site_error(settings: ServerSettings, scope: Scope) -> RequestError | None:
+    """The error for a request under a foreign name, or of a foreign page, or None."""
+    for reason in _reasons_to_refuse(settings, Headers(scope=scope)):
+        words = f"This server does not answer to {reason}"
+        return RequestError(words, status=HTTPStatus.FORBIDDEN)
+    return None
+
+
+def _reasons_to_refuse(settings: ServerSettings, headers: Headers) -> Iterator[str]:
+    """Names and pages that this server does not answer to, each with the next step.
 
     Browsers send the origin of a page with all that the page can read or post. For pictures, frames
     and links they say only that another site asks (Sec-Fetch-Site).
@@ -75,66 +71,38 @@ def reason_to_refuse(
     hosts, origins = headers.getlist("host"), headers.getlist("origin")
     for host in hosts:
         if not permits_host(settings, host):
-            return (
-                f"This server does not answer to the name {host!r:.99}. Use its address, or start "
-                "it with that name in --allowed-hosts."
+            yield (
+                f"the name {host!r:.99}. Use its address, or start it with that name in "
+                "--allowed-hosts."
             )
+    permitted = origins_of(settings)
     for origin in origins:
         is_own = any(origin in (f"http://{host}", f"https://{host}") for host in hosts)
         if not is_own and not permitted.fullmatch(origin):
-            return (
-                f"This server does not answer to web pages of {origin!r:.99}. Start it with that "
-                "origin in --allowed-origins if it should."
+            yield (
+                f"web pages of {origin!r:.99}. Start it with that origin in --allowed-origins if "
+                "it should."
             )
     is_foreign = not origins and headers.get("sec-fetch-site") == "cross-site"
     if is_foreign and "*" not in settings.allowed_origins:
-        return (
-            "This server does not answer to web pages of other sites. To see this address, type "
-            "it into the browser."
-        )
-    return None
+        yield "web pages of other sites. To see this address, type it into the browser."
 
 
-def guarded(app: ASGIApp, settings: ServerSettings, refuse: Refuse) -> ASGIApp:
-    """The application, which answers only what `reason_to_refuse` has no reason against."""
-    permitted = origins_of(settings)
+def missing_key_error(settings: ServerSettings, scope: Scope) -> RequestError | None:
+    """The error for a request without the server's key, or None, also if there is no key.
 
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        answer = app
-        if scope["type"] == "http":
-            reason = reason_to_refuse(settings, permitted, Headers(scope=scope))
-            if reason is not None:
-                answer = refuse(scope, HTTPStatus.FORBIDDEN, reason)
-        await answer(scope, receive, send)
-
-    return served
-
-
-def keyed(app: ASGIApp, settings: ServerSettings, refuse: Refuse) -> ASGIApp:
-    """The application, which answers only requests with the server's key, if there is a key."""
-    if (key := settings.api_key) is None:
-        return app
-
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] == OPEN_PATH
-        answer = app
-        if not is_open and not has_key(Headers(scope=scope), key):
-            words = (
-                "This server wants its API key, as `Authorization: Bearer KEY` or as "
-                "`x-api-key: KEY`."
-            )
-            answer = refuse(scope, HTTPStatus.UNAUTHORIZED, words)
-        await answer(scope, receive, send)
-
-    return served
-
-
-def has_key(headers: Headers, key: str) -> bool:
-    """True if one of both headers has the key; the time that this takes tells nothing of it."""
+    The time that the comparison takes tells nothing of the key.
+    """
+    if (key := settings.api_key) is None or scope["path"] == OPEN_PATH:
+        return None
+    headers = Headers(scope=scope)
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    keys = bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")
-    return any(
+    for value in bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""):
         # starlette reads the bytes of headers as latin-1
-        hmac.compare_digest(one.strip().encode("latin-1"), key.encode())
-        for one in keys
+        if hmac.compare_digest(value.strip().encode("latin-1"), key.encode()):
+            return None
+    return RequestError(
+        "This server wants its API key, as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
+        "invalid_api_key",
+        status=HTTPStatus.UNAUTHORIZED,
     )

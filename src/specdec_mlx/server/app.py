@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -18,7 +18,10 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -26,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec_mlx import errors
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
-from specdec_mlx.server.access import guarded, keyed, origins_of
+from specdec_mlx.server.access import foreign_site_error, missing_key_error, origins_of
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.pictures import take_pictures
@@ -34,10 +37,10 @@ from specdec_mlx.server.protocols.body import SMALL, read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.messages import MESSAGES
+from specdec_mlx.server.protocols.replies import ParsedBody, Wire
 from specdec_mlx.server.protocols.responses import RESPONSES
 from specdec_mlx.server.receiving import LEFT_A_SECOND, closing_after_early_replies, received
 from specdec_mlx.server.requests import (
-    Asked,
     BodyError,
     Ended,
     Event,
@@ -45,9 +48,8 @@ from specdec_mlx.server.requests import (
     Object,
     PromptProgress,
     RequestError,
+    Transcript,
     UnavailableError,
-    Wire,
-    Written,
 )
 from specdec_mlx.server.status import METRICS_TYPE, Totals
 from specdec_mlx.server.tickets import Ticket
@@ -56,18 +58,19 @@ from specdec_mlx.server.tokens import apply_template, detokenize, tokenize
 LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
 PAUSE = 0.1  # seconds before a body that cannot be read is refused
 LONG_PAUSE = 0.5  # seconds before a prompt that is too long is refused: it may be many megabytes
-RETRY_SECONDS = "5"  # after which a request that was not served may be sent again
 SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
-STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+REFUSAL_HEADERS = {
+    HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
+    HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "5"},
+}
 WIRES: dict[str, Wire] = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,
     "/messages": MESSAGES,
     "/responses": RESPONSES,
 }
-
 TOKENS = {"/tokenize": tokenize, "/detokenize": detokenize, "/apply-template": apply_template}
-
 VERSIONS = re.compile(r"^(/v1)+(?=/|$)")
 
 Events = Sequence[tuple[int, Event]]  # with the index of their choice
@@ -80,7 +83,7 @@ class HungUpError(ConnectionError):
 
 def make_app(engine: Engine, settings: ServerSettings) -> ASGIApp:
     """The application over an engine that has started."""
-    app = keyed(Endpoints(engine, settings).app(), settings, no_access)
+    app = guarded(Endpoints(engine, settings).app(), partial(missing_key_error, settings))
     with_headers = CORSMiddleware(
         app,
         allow_origin_regex=origins_of(settings).pattern,
@@ -88,8 +91,8 @@ def make_app(engine: Engine, settings: ServerSettings) -> ASGIApp:
         allow_headers=["*"],
         allow_private_network=True,
     )
-    guarded_app = guarded(with_headers, settings, no_access)
-    return closing_after_early_replies(with_paths(guarded_app))
+    app = guarded(with_headers, partial(foreign_site_error, settings))
+    return closing_after_early_replies(with_paths(app))
 
 
 def with_paths(app: ASGIApp) -> ASGIApp:
@@ -104,6 +107,17 @@ def with_paths(app: ASGIApp) -> ASGIApp:
     return served
 
 
+def guarded(app: ASGIApp, find_error: Callable[[Scope], RequestError | None]) -> ASGIApp:
+    """The application, which answers only requests in which no error is found."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        error = find_error(scope) if scope["type"] == "http" else None
+        answer = app if error is None else refusal(wire_of(Request(scope)), error)
+        await answer(scope, receive, send)
+
+    return served
+
+
 class Endpoints:
     """The answers on each path."""
 
@@ -113,23 +127,27 @@ class Endpoints:
 
     def app(self) -> Starlette:
         """The routes."""
-        answers = {
+        posts = {
             **dict.fromkeys(WIRES, self.answer),
             **dict.fromkeys(TOKENS, self.read_tokens),
             "/messages/count_tokens": self.count_tokens,
             "/models/unload": self.unload,
         }
-        routes = [Route(path, told(answer), methods=["POST"]) for path, answer in answers.items()]
-        routes += [
-            Route("/", self.page),
-            Route("/metrics", self.metrics),
-            Route("/health", self.health),
-            Route("/api/hello", told(self.hello)),
-            Route("/responses", no_socket),
-            Route("/models", told(self.models)),
-            Route("/models/{name:path}", told(self.model)),
-        ]
-        return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
+        gets = {
+            "/": self.page,
+            "/metrics": self.metrics,
+            "/health": self.health,
+            "/api/hello": self.hello,
+            "/responses": self.refuse_socket,
+            "/models": self.models,
+            "/models/{name:path}": self.model,
+        }
+        routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
+        routes += [Route(path, answer) for path, answer in gets.items()]
+        # starlette raises an error again that its own handler for `Exception` has answered
+        answering = Middleware(ExceptionMiddleware, handlers={Exception: answer_error})
+        handlers: Any = {HTTPException: answer_unknown}
+        return Starlette(routes=routes, middleware=[answering], exception_handlers=handlers)
 
     async def page(self, request: Request) -> Response:
         """The status page."""
@@ -140,89 +158,80 @@ class Endpoints:
         return Response(self.totals.metrics(self.gauges()), media_type=METRICS_TYPE)
 
     def gauges(self) -> dict[str, int]:
-        """Requests that are served, and that wait."""
+        """Numbers of requests that are served, and that wait."""
         return {"running": self.engine.running, "waiting": self.engine.waiting}
 
     async def health(self, request: Request) -> Response:
         """200 while requests are served."""
         if self.engine.is_alive:
-            return encoded({"status": "ok"})
-        return encoded({"status": "unavailable"}, HTTPStatus.SERVICE_UNAVAILABLE)
+            return json_response({"status": "ok"})
+        return json_response({"status": "unavailable"}, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def hello(self, request: Request) -> Object:
+    async def hello(self, request: Request) -> Response:
         """The answer that some clients look for first."""
-        return {"message": "hello"}
+        return json_response({"message": "hello"})
 
-    async def models(self, request: Request) -> Object:
+    async def refuse_socket(self, request: Request) -> Response:
+        """Refuse a client that would rather have a WebSocket: Codex then posts at once."""
+        words = "Responses are posted here, and not asked for over a WebSocket."
+        raise RequestError(words, status=HTTPStatus.UPGRADE_REQUIRED)
+
+    async def models(self, request: Request) -> Response:
         """The models that may be named."""
-        is_openai = wire_of(request) is CHAT
-        listed = await run_in_threadpool(self.engine.models.listed)
-        models = [listing(model, is_openai) for model in listed]
-        if is_openai:
-            return {"object": "list", "data": models}
+        models = await run_in_threadpool(self.engine.models.listed)
+        entries = [model_entry(request, model) for model in models]
+        if wire_of(request) is CHAT:
+            return json_response({"object": "list", "data": entries})
         ids = [model["id"] for model in models]
         ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
-        return {"data": models, "has_more": False, **ends}
+        return json_response({"data": entries, "has_more": False, **ends})
 
-    async def model(self, request: Request) -> Object:
+    async def model(self, request: Request) -> Response:
         """The model on the path."""
-        name = request.path_params["name"]
-        model = await run_in_threadpool(self.engine.models.named, name)
-        return listing(model, wire_of(request) is CHAT)
+        model = await run_in_threadpool(self.engine.models.named, request.path_params["name"])
+        return json_response(model_entry(request, model))
 
-    async def unload(self, request: Request) -> Object:
+    async def unload(self, request: Request) -> Response:
         """Free the model's memory, once the texts that are written have ended."""
         await asyncio.wrap_future(self.engine.unload())
-        return {"status": "ok"}
+        return json_response({"status": "ok"})
 
-    async def count_tokens(self, request: Request) -> Object:
-        """Tokens of a prompt, in Anthropic's protocol."""
-        asked = await self.read(request, max_tokens=1)
-        number = await run_in_threadpool(self.engine.num_tokens, asked.requests[0])
-        return {"input_tokens": number}
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a prompt, in Anthropic's protocol."""
+        parsed = await self.read(request, max_tokens=1)
+        number = await run_in_threadpool(self.engine.num_tokens, parsed.requests[0])
+        return json_response({"input_tokens": number})
 
-    async def read_tokens(self, request: Request) -> Object:
-        """Tokens of a text, or the text of tokens."""
+    async def read_tokens(self, request: Request) -> Response:
+        """Answer with the tokens of a text, or the text of tokens."""
         raw, answer = await received(request), TOKENS[request.scope["path"]]
-        return await run_in_threadpool(lambda: answer(self.engine, read_body(raw)))
+        content = await run_in_threadpool(lambda: answer(self.engine, read_body(raw)))
+        return json_response(content)
 
     async def answer(self, request: Request) -> Any:
         """The reply to a request for texts."""
         return Answer(self.engine, self.totals, wire_of(request), await self.read(request))
 
-    async def read(self, request: Request, **more: Any) -> Asked:
+    async def read(self, request: Request, **more: Any) -> ParsedBody:
         """Read the body; raises RequestError. Others do not wait for its grammar or pictures."""
         raw, wire = await received(request), wire_of(request)
         key = request.headers.get("authorization") or request.headers.get("x-api-key", "")
 
-        def read() -> Asked:
-            asked = wire.read({**self.settings.sampling, **more, **read_body(raw)})
-            for one in asked.requests:
-                one.key = key
-                take_pictures(one, self.engine.models.can_see)
-            return asked
+        def parse() -> ParsedBody:
+            parsed = wire.read({**self.settings.sampling, **more, **read_body(raw)})
+            for text_request in parsed.requests:
+                text_request.key = key
+                take_pictures(text_request, self.engine.models.can_see)
+            return parsed
 
         if (size := len(raw)) <= SMALL:
-            return await run_in_threadpool(read)
+            return await run_in_threadpool(parse)
         try:
             async with self.large_body:  # one at a time, so that no two are taken apart in memory
-                return await run_in_threadpool(read)
+                return await run_in_threadpool(parse)
         except Exception:
             await asyncio.sleep(size / LEFT_A_SECOND)  # others need not wait for this refusal
             raise
-
-
-def told(answer: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
-    """An endpoint whose objects are sent as JSON, and its errors in the form of the protocol."""
-
-    async def endpoint(request: Request) -> Any:
-        try:
-            content = await answer(request)
-        except Exception as error:
-            return await refused_in_time(wire_of(request), error)
-        return encoded(content) if isinstance(content, dict) else content
-
-    return endpoint
 
 
 class Inbox:
@@ -273,68 +282,71 @@ class Inbox:
 
 
 class Answer:
-    """One reply, whole or streamed; its texts end with the connection, and with each other."""
+    """One reply, whole or streamed; its texts end with the connection, and with each other.
 
-    def __init__(self, engine: Engine, totals: Totals, wire: Wire, asked: Asked) -> None:
-        self.engine, self.totals, self.wire, self.asked = engine, totals, wire, asked
-        self.num_open = len(asked.requests)
+    An error before the first byte is raised.
+    """
+
+    def __init__(self, engine: Engine, totals: Totals, wire: Wire, parsed: ParsedBody) -> None:
+        self.engine, self.totals, self.wire, self.parsed = engine, totals, wire, parsed
+        self.num_open = len(parsed.requests)
         self.began_at = monotonic()
         self.read_since: dict[int, float] = {}  # choice -> time
         self.ended: list[Ended] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the texts, and send them."""
-        inbox = Inbox(is_streamed=self.asked.stream)
+        inbox = Inbox(is_streamed=self.parsed.stream)
         tickets: list[Ticket] = []
         watch = asyncio.create_task(inbox.watch(receive))
         try:
-            for choice, request in enumerate(self.asked.requests):
+            for choice, request in enumerate(self.parsed.requests):
                 tickets.append(self.engine.submit(request, partial(inbox.put, choice)))
-            response = await (self.stream if self.asked.stream else self.whole)(inbox, send)
+            if self.parsed.stream:
+                await self.stream(inbox, send)
+            else:
+                response = await self.whole(inbox)
+                await response(scope, receive, send)
         except HungUpError:
             seconds = monotonic() - self.began_at
-            logging.info(f"{self.asked.model}: client hung up after {seconds:.1f} s.")
-            return
-        except Exception as error:
-            response = await refused_in_time(self.wire, error)
+            logging.info(f"{self.parsed.model}: client hung up after {seconds:.1f} s.")
         finally:
             watch.cancel()
             for ticket in tickets:
                 ticket.cancel()
-        if response is not None:
-            await response(scope, receive, send)
 
-    async def whole(self, inbox: Inbox, send: Send) -> Response:
+    async def whole(self, inbox: Inbox) -> Response:
         """The reply once all is written."""
-        texts = [Written() for _ in self.asked.requests]
+        texts = [Transcript() for _ in self.parsed.requests]
         while self.num_open:
             for choice, event in self.counted(await inbox.take()):
                 texts[choice].add(event)
-        return encoded(self.wire.reply(self.asked, texts))
+        return json_response(self.wire.reply(self.parsed).whole(texts))
 
     async def stream(self, inbox: Inbox, send: Send) -> None:
-        """Send events as they come; an error before the first is raised, and told in its place."""
-        clock, stream = asyncio.get_running_loop().time, self.wire.stream(self.asked)
+        """Send events as they come; the error after the first is the stream's last event."""
+        clock, reply = asyncio.get_running_loop().time, self.wire.reply(self.parsed)
         events = self.counted(await inbox.take(clock() + SILENCE))
-        await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": STREAM})
-        data, said_at = b"".join(stream.begin()), clock()
+        start = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+        await send(start)
+        data, sent_at = b"".join(reply.begin()), clock()
         try:
             while True:
                 for choice, event in events:
-                    data += b"".join(stream.write(choice, event))
+                    data += b"".join(reply.write(choice, event))
                 if not self.num_open:
                     break
-                if not data and clock() - said_at >= SILENCE:
-                    data = stream.keepalive()
+                if not data and clock() - sent_at >= SILENCE:
+                    data = reply.keepalive()
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                    data, said_at = b"", clock()
-                events = self.counted(await inbox.take(said_at + SILENCE))
-            data += b"".join(stream.end())
+                    data, sent_at = b"", clock()
+                events = self.counted(await inbox.take(sent_at + SILENCE))
+            data += b"".join(reply.end())
         except HungUpError:
             raise
         except Exception as error:
-            data += b"".join(stream.fail(error, status_of(error)))
+            data += b"".join(reply.fail(error, status_of(error)))
         await send({"type": "http.response.body", "body": data})
 
     def counted(self, events: Events) -> Events:
@@ -362,32 +374,30 @@ def account(ended: Sequence[Ended], seconds: float) -> str:
     read = sum(text.num_prompt for text in ended) - reused
     written = sum(text.num_written for text in ended)
     stats = [text.stats for text in ended if text.stats is not None]
-    passes = sum(one.target_passes for one in stats)
-    speed = sum(one.emitted for one in stats) / max(1, passes)
+    passes = sum(text_stats.target_passes for text_stats in stats)
+    speed = sum(text_stats.emitted for text_stats in stats) / max(1, passes)
     return (
         f"{ended[0].model}: {read} tokens read, {reused} reused, {written} written, "
         f"{speed:.2f} a pass, {seconds:.1f} s"
     )
 
 
-def encoded(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    """A response in JSON."""
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+def json_response(content: Any, status: HTTPStatus = HTTPStatus.OK, **more: Any) -> Response:
+    """A response in JSON. more: arguments of `Response`."""
+    content = msgspec.json.encode(content)
+    return Response(content, status, media_type="application/json", **more)
 
 
 def refusal(wire: Wire, error: Exception) -> Response:
     """An error in the form of a protocol; logged."""
     status = status_of(error)
     logging.info(f"Refused with {status}: {error!s:.200}")
-    response = encoded(wire.error(error, status), status)
-    if isinstance(error, UnavailableError):
-        response.headers["retry-after"] = RETRY_SECONDS
-    error.__traceback__ = None  # its frames hold the request, and the error itself
-    return response
+    headers = REFUSAL_HEADERS.get(status)
+    return json_response(wire.error(error, status), status, headers=headers)
 
 
-async def refused_in_time(wire: Wire, error: Exception) -> Response:
-    """A refusal; that of a body that cannot be read, or of too long a prompt, comes after a pause.
+async def answer_error(request: Request, error: Exception) -> Response:
+    """The answer to a body that cannot be read, or to too long a prompt, comes after a pause.
 
     A client that sends bodies without end or sense in a loop leaves the processor to the texts.
     """
@@ -395,7 +405,16 @@ async def refused_in_time(wire: Wire, error: Exception) -> Response:
         await asyncio.sleep(PAUSE)
     elif isinstance(error, RequestError) and error.num_tokens:
         await asyncio.sleep(LONG_PAUSE)
-    return refusal(wire, error)
+    return refusal(wire_of(request), error)
+
+
+async def answer_unknown(request: Request, error: HTTPException) -> Response:
+    """The answer on a path, or to a method, that is none."""
+    words = f"There is no {request.method} {request.scope['path']} here."
+    unknown = RequestError(words, status=HTTPStatus(error.status_code))
+    response = refusal(wire_of(request), unknown)
+    response.headers.update(error.headers or {})
+    return response
 
 
 def status_of(error: Exception) -> HTTPStatus:
@@ -403,44 +422,20 @@ def status_of(error: Exception) -> HTTPStatus:
 
     The client's are those that are named in `errors` and in `server.requests`.
     """
-    if isinstance(error, UnavailableError):
-        return HTTPStatus.SERVICE_UNAVAILABLE
-    if isinstance(error, ModelFolderError):
-        return HTTPStatus.NOT_FOUND
-    if isinstance(error, RequestError):
-        return error.status
-    if isinstance(error, ClientDisconnect):  # nobody reads the reply
-        return HTTPStatus.BAD_REQUEST
     is_named = type(error).__module__ == errors.__name__
-    if is_named and isinstance(error, ValueError | MissingPackageError):
-        return HTTPStatus.BAD_REQUEST
+    match error:
+        case RequestError():
+            return error.status
+        case UnavailableError():
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        case ModelFolderError():
+            return HTTPStatus.NOT_FOUND
+        case ClientDisconnect():  # nobody reads the reply
+            return HTTPStatus.BAD_REQUEST
+        case ValueError() | MissingPackageError() if is_named:
+            return HTTPStatus.BAD_REQUEST
     logging.error("A request failed.", exc_info=error)
     return HTTPStatus.INTERNAL_SERVER_ERROR
-
-
-async def unknown(request: Request, error: Exception) -> Response:
-    """The answer on a path, or to a method, that is none."""
-    words = f"There is no {request.method} {request.scope['path']} here."
-    status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
-    response = refusal(wire_of(request), RequestError(words, status=status))
-    response.headers.update(getattr(error, "headers", None) or {})
-    return response
-
-
-def no_access(scope: Scope, status: HTTPStatus, words: str) -> Response:
-    """The answer to a request without the key, or of a foreign web page."""
-    is_keyless = status == HTTPStatus.UNAUTHORIZED
-    error = RequestError(words, "invalid_api_key" if is_keyless else None, status=status)
-    response = refusal(wire_of(Request(scope)), error)
-    if is_keyless:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response
-
-
-async def no_socket(request: Request) -> Response:
-    """The answer to a client that would rather have a WebSocket: Codex then posts at once."""
-    words = "Responses are posted here, and not asked for over a WebSocket."
-    return refusal(RESPONSES, RequestError(words, status=HTTPStatus.UPGRADE_REQUIRED))
 
 
 def wire_of(request: Request) -> Wire:
@@ -450,10 +445,10 @@ def wire_of(request: Request) -> Wire:
     return WIRES.get(path, MESSAGES if is_anthropic else CHAT)
 
 
-def listing(model: Object, is_openai: bool) -> Object:
-    """A model in OpenAI's list, or in Anthropic's."""
-    if is_openai:
+def model_entry(request: Request, model: Object) -> Object:
+    """A model in the list of the request's protocol."""
+    if wire_of(request) is CHAT:
         return {"object": "model", "owned_by": "specdec_mlx", **model}
     created = datetime.fromtimestamp(model["created"], UTC).isoformat()
-    named = {"id": model["id"], "display_name": model["id"]}
-    return {"type": "model", **named, "created_at": created}
+    name = model["id"]
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}

@@ -10,27 +10,27 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.server.requests import Said, TokenLogprob
+from specdec_mlx.server.requests import TextPiece, TokenLogprob
 from specdec_mlx.server.text.logprobs import token_bytes, token_logprob
 from specdec_mlx.server.tickets import ServedText
 
 MOST_ROWS = 128  # positions of one pass: each has a row of logits, as large as the vocabulary
 
 
-def echo(text: ServedText, step_size: int) -> Said:
+def echo(text: ServedText, step_size: int) -> TextPiece:
     """The prompt as it was given; its first token has no log-probability: NaN."""
     request, tokenizer, tokens = text.request, text.loaded.tokenizer, text.prompt.tokens
     is_text = isinstance(request.prompt, str)
     said = str(request.prompt if is_text else tokenizer.decode(tokens))
     if request.num_logprobs is None:
-        return Said(said)
+        return TextPiece(said)
     entries = [TokenLogprob(tokens[0], token_bytes(tokenizer, tokens[0]), math.nan)]
     rows = _rows(text.loaded.model, tokens[:-1], min(step_size, MOST_ROWS))
     for token, row in zip(tokens[1:], rows, strict=True):
         entries.append(token_logprob(tokenizer, token, row, request.num_logprobs))
     has_bos = is_text and tokens[0] == tokenizer.bos_token_id
     was_added = has_bos and not said.startswith(tokenizer.bos_token)
-    return Said(said, logprobs=entries[1:] if was_added else entries)
+    return TextPiece(said, logprobs=entries[1:] if was_added else entries)
 
 
 def _rows(model: Any, tokens: list[int], step_size: int) -> Iterator[mx.array]:

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from threading import Thread
 from time import monotonic
@@ -18,8 +18,6 @@ from specdec_mlx.drafters.grammar import JSON_STYLE, Grammar
 from specdec_mlx.drafters.thoughts import Mark, Thought
 from specdec_mlx.errors import GrammarError
 from specdec_mlx.server.requests import (
-    AUTO,
-    NONE,
     REQUIRED,
     Object,
     RequestError,
@@ -42,19 +40,9 @@ CLOSED = {"type", "properties", "required", "title", "description", "$schema", "
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const"}
 
 
-def tools_for(request: TextRequest) -> list[Object]:
-    """The tools that the chat template shows, and that a text may call."""
-    return [] if request.tool_choice == NONE else request.tools
-
-
-def is_forced(request: TextRequest) -> bool:
-    """True if the text must be a call: of any tool, or of the one that `tool_choice` names."""
-    return bool(request.tools) and request.tool_choice not in (AUTO, NONE)
-
-
 def is_bare_call(request: TextRequest, tokenizer: Any) -> bool:
     """True if the text is a forced call that stands alone, as JSON, and not between marks."""
-    return is_forced(request) and not _calls_in_json(tokenizer)
+    return request.is_forced and not _calls_in_json(tokenizer)
 
 
 def _calls_in_json(tokenizer: Any) -> bool:
@@ -68,24 +56,16 @@ def _calls_in_json(tokenizer: Any) -> bool:
         return False
 
 
-def may_call_instead(request: TextRequest, tokenizer: Any) -> bool:
-    """True if the text may be calls in the place of an answer that a schema describes."""
-    has_schema = request.grammar is not None and request.grammar.kind == "json_schema"
-    may_call = bool(request.tools) and request.tool_choice == AUTO and tokenizer.has_tool_calling
-    return has_schema and may_call
-
-
 def reads_calls(request: TextRequest, tokenizer: Any) -> bool:
-    """True if calls are read in the text, between the marks of the model's own format."""
-    if request.grammar is not None and not is_forced(request):
-        return may_call_instead(request, tokenizer)
-    may_call = bool(request.messages and tools_for(request) and tokenizer.has_tool_calling)
+    """True if calls are read in the text, between the marks of the model's own format.
+
+    Beside an answer that must match a grammar, calls are read only if a schema describes it.
+    """
+    grammar, is_forced = request.grammar, request.is_forced
+    if grammar is not None and not is_forced and grammar.kind != "json_schema":
+        return False
+    may_call = bool(request.messages and request.offered_tools and tokenizer.has_tool_calling)
     return may_call and not is_bare_call(request, tokenizer)
-
-
-def has_grammar(request: TextRequest) -> bool:
-    """True if the answer is kept to a grammar."""
-    return request.grammar is not None or is_forced(request)
 
 
 def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
@@ -95,38 +75,38 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     call is in the model's own format where that is JSON between marks, else an object with "name"
     and "arguments" alone. Raises RequestError and GrammarError.
     """
-    if request.grammar is not None and may_call_instead(request, tokenizer):
+    if not request.is_forced:
+        if request.grammar is None or not reads_calls(request, tokenizer):
+            return request.grammar
         schema = {**json.loads(request.grammar.text), "x-guidance": JSON_STYLE}
-        begins = _as_rule(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer)
+        begins = _as_rule(tokenizer, "tool_call_start")
         return Grammar.lark(
             f"start: answer | {begins} <[*]>*\nanswer: %json {json.dumps(schema)}\n"
         )
-    if not is_forced(request):
-        return request.grammar
-    named = {tool["function"]["name"]: tool["function"] for tool in request.tools}
+    tools = {tool["function"]["name"]: tool["function"] for tool in request.tools}
     if request.tool_choice != REQUIRED:
-        if request.tool_choice not in named:
+        if request.tool_choice not in tools:
             raise RequestError(f"tool_choice: there is no tool {request.tool_choice!r}.")
-        named = {request.tool_choice: named[request.tool_choice]}
+        tools = {request.tool_choice: tools[request.tool_choice]}
+    body = " | ".join(_call_rule(name, tool.get("parameters")) for name, tool in tools.items())
     is_bare = is_bare_call(request, tokenizer)
     is_single = is_bare or request.tool_choice != REQUIRED or not request.parallel_calls
-    body = " | ".join(_call_rule(name, tool.get("parameters")) for name, tool in named.items())
     call = "body"
     if not is_bare:  # between marks, on lines of their own
-        begins = _as_rule(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer)
-        ends = _as_rule(tokenizer.tool_call_end, tokenizer.tool_call_end_tokens, tokenizer)
+        begins, ends = _as_rule(tokenizer, "tool_call_start"), _as_rule(tokenizer, "tool_call_end")
         call = f'{begins} "\\n" body "\\n" {ends} "\\n"?'
     return Grammar.lark(f"start: call{'' if is_single else '+'}\ncall: {call}\nbody: {body}\n")
 
 
-def _as_rule(mark: str, tokens: Sequence[int], tokenizer: Any) -> str:
-    """A mark by its tokens, if it is one or has special ones, which no text makes.
+def _as_rule(tokenizer: Any, name: str) -> str:
+    """The mark of a name by its tokens, if it is one or has special ones, which no text makes.
 
     Nothing is encoded here: another thread may be using the tokenizer.
     """
+    tokens = getattr(tokenizer, f"{name}_tokens")
     if len(tokens) == 1 or {*tokens} & {*tokenizer.all_special_ids}:
         return " ".join(f"<[{token}]>" for token in tokens)
-    return json.dumps(mark)
+    return json.dumps(getattr(tokenizer, name))
 
 
 def _call_rule(name: str, parameters: Any) -> str:

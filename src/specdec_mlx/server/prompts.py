@@ -6,10 +6,9 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from operator import eq
 from threading import Lock
 from typing import Any
 
@@ -17,9 +16,10 @@ from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.generation import encode
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import has_grammar, reads_calls, tools_for
+from specdec_mlx.server.forced import reads_calls
 from specdec_mlx.server.loading import LONGEST_TEXT
 from specdec_mlx.server.pictures import SeenPrompt, Sight, named_only
+from specdec_mlx.server.prefixes import num_common
 from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
@@ -34,7 +34,7 @@ ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTA
 may say otherwise."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReadPrompt:
     """A prompt as tokens [n].
 
@@ -141,39 +141,46 @@ def _of_chat(
     sight: Sight | None,
 ) -> ReadPrompt:
     # with a grammar nothing is thought unless the server or the request asks for thoughts
-    names: Object = {"enable_thinking": False} if has_grammar(request) else {}
+    names: Object = {"enable_thinking": False} if request.has_grammar else {}
     names |= {**settings.chat_template_args, **request.template}
-    if tools := tools_for(request):
+    may_think = request.continues or bool(names.get("enable_thinking") or names.get("thinking"))
+    if tools := request.offered_tools:
         names["tools"] = tools
-    template = partial(tokenizer.apply_chat_template, tokenize=False, **names)
 
-    def rendered(messages: list[Object], **how: Any) -> str:
+    def render(messages: list[Object], **ending: Any) -> str:
         taken = messages if sight is None else sight.contents(messages)
-        return str(template(taken, **how))
+        return str(tokenizer.apply_chat_template(taken, tokenize=False, **names, **ending))
 
-    way_on = "continue_final_message" if request.continues else "add_generation_prompt"
-    how: Object = {way_on: True}
-    text, messages = _accepted(partial(rendered, **how), messages)
+    ending: Object = {
+        "continue_final_message" if request.continues else "add_generation_prompt": True
+    }
+    text, messages = _accepted(partial(render, **ending), messages)
     prompt = _read(text, request, tokenizer, most, sight)
-    tokens, ends = prompt.tokens, list[int]()
     if finds_ends:
         system = [*takewhile(lambda message: message["role"] == "system", messages)]
+        begin = ""
         if 0 < len(system) < len(messages):
-            begin = rendered([*system, {"role": "user", "content": ""}])
-            alone = encoded(tokenizer, begin)
-            ends.append(len([*takewhile(bool, map(eq, alone, tokens))]))
-        if tokenizer.has_thinking and not request.continues:
-            ends.append(tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL))
-        ends = sorted(end for end in {*ends, len(tokens)} if end > 0)
-    in_thought = _in_thought(text, request, tokenizer)
-    may_think = request.continues or bool(names.get("enable_thinking") or names.get("thinking"))
-    prompt = replace(prompt, ends=ends)
-    if has_grammar(request) and not (may_think and tokenizer.has_thinking):
-        return prompt
-    thought = None
-    if tokenizer.has_thinking and (in_thought or not request.continues):
-        thought = thought_of(request, tokenizer, in_thought)
-    return replace(prompt, in_thought=in_thought, thought=thought)
+            begin = render([*system, {"role": "user", "content": ""}])
+        prompt.ends = _ends(prompt.tokens, encoded(tokenizer, begin), request, tokenizer)
+    if not request.has_grammar or (may_think and tokenizer.has_thinking):
+        prompt.in_thought = _in_thought(text, request, tokenizer)
+        if tokenizer.has_thinking and (prompt.in_thought or not request.continues):
+            prompt.thought = thought_of(request, tokenizer, prompt.in_thought)
+    return prompt
+
+
+def _ends(
+    tokens: list[int], begin: list[int], request: TextRequest, tokenizer: Any
+) -> Sequence[int]:
+    """Positions in a chat's prompt that later prompts are likely to share.
+
+    They are after the system prompt, before the thought that is left out later, and at the end.
+    begin: a prompt with the same system prompt.
+    """
+    ends = {num_common(begin, tokens), len(tokens)}
+    if tokenizer.has_thinking and not request.continues:
+        ends.add(tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL))
+    return sorted(end for end in ends if end > 0)
 
 
 def _read(
@@ -198,7 +205,7 @@ def _read(
 
 
 def _accepted(
-    rendered: Callable[[list[Object]], str], messages: list[Object]
+    render: Callable[[list[Object]], str], messages: list[Object]
 ) -> tuple[str, list[Object]]:
     """A chat as its template renders it, and the messages that the template accepted.
 
@@ -207,9 +214,9 @@ def _accepted(
     """
     for first_role in ("system", "user"):
         with suppress(Exception):
-            return rendered(messages), messages
+            return render(messages), messages
         messages = with_folded_system(messages, first_role)
-    return rendered(messages), messages
+    return render(messages), messages
 
 
 def thought_of(request: TextRequest, tokenizer: Any, is_open: bool) -> Thought:

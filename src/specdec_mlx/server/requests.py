@@ -1,17 +1,11 @@
-"""What a protocol hands to the engine, what comes back, and what a protocol is.
-
-A body becomes a `TextRequest`; the engine answers with events; a protocol writes them in its form.
-"""
+"""What a protocol hands to the engine, a `TextRequest`, and the events that come back."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from time import time
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 if TYPE_CHECKING:
     from specdec_mlx.drafters.grammar import Grammar
@@ -20,9 +14,6 @@ if TYPE_CHECKING:
 
 Object = dict[str, Any]
 """A JSON object."""
-
-Sent = Iterable[bytes]
-"""Server-sent events, or parts of them."""
 
 # tool choices that are no tool's name
 AUTO, NONE, REQUIRED = "auto", "none", "required"
@@ -134,6 +125,21 @@ class TextRequest:
     user: str = ""
     key: str = ""
 
+    @property
+    def offered_tools(self) -> list[Object]:
+        """The tools that the chat template shows, and that a text may call."""
+        return [] if self.tool_choice == NONE else self.tools
+
+    @property
+    def is_forced(self) -> bool:
+        """True if the text must be a call: of any tool, or of the one that `tool_choice` names."""
+        return bool(self.tools) and self.tool_choice not in (AUTO, NONE)
+
+    @property
+    def has_grammar(self) -> bool:
+        """True if the answer is kept to a grammar."""
+        return self.grammar is not None or self.is_forced
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -157,7 +163,7 @@ class PromptProgress:
 
 
 @dataclass(frozen=True)
-class Said:
+class TextPiece:
     """A piece of the answer, or with `is_thought` of the thoughts before it."""
 
     text: str
@@ -223,11 +229,11 @@ class Failed:
     error: Exception
 
 
-Event = PromptProgress | Said | CallBegan | CallArguments | CallBroken | Ended | Failed
+Event = PromptProgress | TextPiece | CallBegan | CallArguments | CallBroken | Ended | Failed
 
 
 @dataclass
-class Written:
+class Transcript:
     """All events of one text, put together; `ended` once it has ended."""
 
     text: str = ""
@@ -239,7 +245,7 @@ class Written:
     def add(self, event: Event) -> None:
         """Take the next event; raises the error of `Failed`."""
         match event:
-            case Said():
+            case TextPiece():
                 if event.is_thought:
                     self.thoughts += event.text
                 else:
@@ -265,63 +271,5 @@ class Written:
             CallBegan(index, call["id"], call["name"], call["arguments"])
             for index, call in enumerate(self.calls)
         ]
-        said = Said(self.text, logprobs=self.logprobs)
-        return [Said(self.thoughts, is_thought=True), said, *calls, self.ended]
-
-
-class Asked:
-    """A body, read. requests: one a choice, prompt by prompt. id: of the reply. tools: how each one
-    was offered, by its name, where a protocol has several ways."""
-
-    def __init__(
-        self, requests: list[TextRequest], body: Object, prefix: str, tools: Object | None = None
-    ) -> None:
-        """prefix: what the reply's id begins with."""
-        self.requests, self.body, self.tools = requests, body, tools or {}
-        self.id, self.created = f"{prefix}{uuid4().hex}", int(time())
-        self.model: str = body.get("model") or "default_model"
-        self.stream: bool = body.get("stream") or False
-
-
-class Stream(ABC):
-    """The way of one streamed reply: bytes of server-sent events."""
-
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-
-    def begin(self) -> Sent:
-        """What comes before all events."""
-        return ()
-
-    @abstractmethod
-    def write(self, choice: int, event: Event) -> Sent:
-        """The bytes of an event (never `Failed`) of a choice."""
-
-    def keepalive(self) -> bytes:
-        """What is sent in a silence: a comment, which is no event."""
-        return b": keepalive\n\n"
-
-    def end(self) -> Sent:
-        """What comes after the ends of all choices."""
-        return ()
-
-    @abstractmethod
-    def fail(self, error: Exception, status: HTTPStatus) -> Sent:
-        """What comes instead, after an error in the middle."""
-
-
-@dataclass(frozen=True)
-class Wire:
-    """One protocol: pure translation, without a model and without a thread.
-
-    Attributes:
-        read: checks a body; raises RequestError.
-        stream: begins a streamed reply.
-        reply: the whole reply of all texts.
-        error: the body of an error.
-    """
-
-    read: Callable[[Object], Asked]
-    stream: Callable[[Asked], Stream]
-    reply: Callable[[Asked, Sequence[Written]], Object]
-    error: Callable[[Exception, HTTPStatus], Object]
+        answer = TextPiece(self.text, logprobs=self.logprobs)
+        return [TextPiece(self.thoughts, is_thought=True), answer, *calls, self.ended]

@@ -25,7 +25,7 @@ from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import ThoughtBudget, grammar_for, has_grammar, within
+from specdec_mlx.server.forced import ThoughtBudget, grammar_for, within
 from specdec_mlx.server.loading import Loaded
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
@@ -129,7 +129,7 @@ def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> P
     wanted = settings.max_tokens if request.max_tokens is None else request.max_tokens
     max_tokens = room if wanted is None else min(wanted, room)
     grammar = None
-    if has_grammar(request):
+    if request.has_grammar:
         grammar = within(partial(compile_grammar, request, tokenizer))
     return Preparation(loaded, prompt, prediction, max_tokens, grammar)
 
@@ -210,7 +210,7 @@ class ServedText:
             if self.drafter is not None:
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
         is_bounded = bool(request.stop) or not request.parallel_calls
-        self.may_end_early = is_bounded or has_grammar(request)
+        self.may_end_early = is_bounded or request.has_grammar
         self.state = TextState(tokenizer, request, prompt.tokens, prompt.in_thought, thought)
 
     @property

@@ -7,19 +7,20 @@ Fields that are not declared are left alone, because clients send many of them.
 
 from __future__ import annotations
 
+import inspect
 import re
 from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from specdec_mlx.arguments import parse_draft_length, short_repr, split_spec
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import TEMPS, is_temp
 from specdec_mlx.server.forced import grammar_of, levels_of
-from specdec_mlx.server.protocols.turns import named, parts_in
+from specdec_mlx.server.protocols.turns import field_of, parts_in
 from specdec_mlx.server.requests import (
     AUTO,
     NONE,
@@ -168,7 +169,34 @@ class Config(Struct, frozen=True):
     format: AnswerFormat | None = None
 
 
-class Body(Struct, kw_only=True):
+class SamplingFields(Struct, kw_only=True):
+    """The arguments of `Sampling` that a request may give."""
+
+    temp: float | None = field(default=None, name="temperature")
+    top_p: Share | None = None
+    min_p: Share | None = None
+    top_k: Count | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.temp is not None and not is_temp(self.temp):
+            raise ValueError(f"temperature: expected {TEMPS}, got {self.temp}")
+
+
+class PenaltyFields(SamplingFields, kw_only=True):
+    """The arguments of mlx-lm's `make_logits_processors` that a request may give."""
+
+    repetition_penalty: Annotated[float, Meta(ge=0)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_context_size: Count | None = None
+    presence_context_size: Count | None = None
+    frequency_context_size: Count | None = None
+    logit_bias: dict[Count, float] | None = None
+
+
+class Body(PenaltyFields, kw_only=True):
     """The fields that all protocols have in common."""
 
     model: str = ""
@@ -185,19 +213,6 @@ class Body(Struct, kw_only=True):
     max_completion_tokens: Length | None = None
     max_output_tokens: Length | None = None
     max_tokens: Length | None = None
-    temperature: float | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    top_k: Count | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0)] = 0
-    presence_penalty: float = 0
-    frequency_penalty: float = 0
-    repetition_context_size: Count | None = None
-    presence_context_size: Count | None = None
-    frequency_context_size: Count | None = None
-    logit_bias: dict[Count, float] = {}
     seed: int | None = None
     prediction: Object = {}
     drafter: str | Annotated[list[str], Meta(max_length=MOST_DRAFTERS)] | None = None
@@ -206,47 +221,32 @@ class Body(Struct, kw_only=True):
     rule: str | None = None
     user: Any = None
 
-    def __post_init__(self) -> None:
-        if self.temperature is not None and not is_temp(self.temperature):
-            raise ValueError(f"temperature: expected {TEMPS}, got {self.temperature}")
-
 
 B = TypeVar("B", bound=Body)
-SAMPLING = {
-    "temperature": "temp",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "top_k": "top_k",
-    "xtc_probability": "xtc_probability",
-    "xtc_threshold": "xtc_threshold",
-}
-"""Fields that are arguments of `Sampling`, with their names there."""
-
-PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
-SIZES = "repetition_context_size", "presence_context_size", "frequency_context_size"
-"""Fields that are arguments of mlx-lm's `make_logits_processors`."""
-
 LENGTHS = "max_completion_tokens", "max_output_tokens", "max_tokens"
 """Names of the most tokens of an answer; the first of them that a body has counts."""
 
 
 def fields_of(body: Object, kind: type[B]) -> B:
     """A body as fields; raises RequestError. A seed or a length of -1, or null, stands for none."""
-    given = {
+    fields = {
         name: value
         for name, value in without_nulls(body).items()
         if value != -1 or name not in ("seed", *LENGTHS)
     }
-    return checked(given, kind)
+    return checked(fields, kind)
 
 
-def text_request(body: Body, form: AnswerFormat | None = None) -> TextRequest:
+def arguments_in(body: Body, kind: type[SamplingFields]) -> Object:
+    """The arguments that a body gives, of those that a class of fields adds to its base."""
+    names = inspect.get_annotations(kind)
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def text_request(body: Body, answer_format: AnswerFormat | None = None) -> TextRequest:
     """A request with what all protocols say in the same way; raises RequestError."""
-    penalties = {name: value for name in PENALTIES if (value := getattr(body, name))}
-    sizes = {name: value for name in SIZES if (value := getattr(body, name)) is not None}
     drafters, seed = body.drafter, body.seed
     predicted = parts_in(body.prediction.get("content"), "prediction: content")
-    draft_length = body.draft_length if body.num_draft_tokens is None else body.num_draft_tokens
     return TextRequest(
         model=body.model,
         adapter=body.adapters,
@@ -254,20 +254,24 @@ def text_request(body: Body, form: AnswerFormat | None = None) -> TextRequest:
         parallel_calls=body.parallel_tool_calls,
         template=dict(body.chat_template_kwargs),
         max_tokens=body.max_completion_tokens or body.max_output_tokens or body.max_tokens,
-        sampling={
-            own: value
-            for name, own in SAMPLING.items()
-            if (value := getattr(body, name)) is not None
-        },
-        penalties=penalties | sizes | ({"logit_bias": body.logit_bias} if body.logit_bias else {}),
+        sampling=arguments_in(body, SamplingFields),
+        penalties=arguments_in(body, PenaltyFields),
         seed=None if seed is None else seed % NUM_SEEDS,
-        prediction="".join(named(part, "text") for part in predicted),
+        prediction="".join(field_of(part, "text") for part in predicted),
         drafters=[drafters] if isinstance(drafters, str) else drafters,
-        grammar=None if form is None else form.grammar(),
-        num_draft_tokens=_draft_length(draft_length),
+        grammar=None if answer_format is None else answer_format.grammar(),
+        num_draft_tokens=_draft_length(body),
         rule=_rule(body.rule),
         user=str(body.user or ""),
     )
+
+
+def function(tool: Tool, description: str | None, parameters: Object | None) -> Object:
+    """A tool as templates take it; raises RequestError for a tool without a name."""
+    if tool.name is None:
+        raise RequestError(f"tools: expected a name, got {tool}")
+    content = {"name": tool.name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": content}
 
 
 def choose_tool(request: TextRequest, choice: str | Tool) -> None:
@@ -308,28 +312,29 @@ def think(request: TextRequest, effort: str | None) -> None:
     request.thought_budget = BUDGETS.get(effort)
 
 
-def _draft_length(given: Any) -> int | str | None:
-    if given is None:
+def _draft_length(body: Body) -> int | str | None:
+    value = body.draft_length if body.num_draft_tokens is None else body.num_draft_tokens
+    if value is None:
         return None
     try:
-        length = parse_draft_length("" if isinstance(given, bool) else str(given))
+        length = parse_draft_length("" if isinstance(value, bool) else str(value))
     except ValueError:
         raise RequestError(
             f"num_draft_tokens: expected an int >= 0 (at most {LONGEST_DRAFT} count) or auto, got "
-            f"{short_repr(given)}"
+            f"{short_repr(value)}"
         ) from None
     return length if isinstance(length, str) else min(length, LONGEST_DRAFT)
 
 
-def _rule(given: str | None) -> str | None:
+def _rule(rule: str | None) -> str | None:
     """A rule's name with options, which are numbers, true or false; raises RequestError."""
-    if given is None:
+    if rule is None:
         return None
     try:
-        for option, value in split_spec(given)[1].items():
+        for option, value in split_spec(rule)[1].items():
             if not isinstance(value, int | float):
                 raise ValueError(f"rule: {option} must be a number, true or false.")
-        make_rule(given)
+        make_rule(rule)
     except ValueError as error:
         raise RequestError(str(error)) from error
-    return given
+    return rule

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -27,28 +26,27 @@ from specdec_mlx.server.protocols.body import (
     without_nulls,
 )
 from specdec_mlx.server.protocols.replies import (
+    ParsedBody,
+    Pieces,
+    Reply,
+    Wire,
     logprob,
     openai_error,
     server_sent,
     speculation,
-    usage,
 )
 from specdec_mlx.server.protocols.turns import THOUGHTS, as_result, as_text, parts_in
 from specdec_mlx.server.requests import (
     REQUIRED,
-    Asked,
     CallArguments,
     CallBegan,
     Ended,
     Event,
     Object,
     RequestError,
-    Said,
-    Sent,
-    Stream,
+    TextPiece,
     TextRequest,
-    Wire,
-    Written,
+    Transcript,
 )
 
 DONE = b"data: [DONE]\n\n"
@@ -102,18 +100,18 @@ class ChatBody(ChoicesBody, kw_only=True):
     continue_final_message: bool = False
 
 
-def read(body: Object) -> Asked:
+def read(body: Object) -> ParsedBody:
     """Check the body of a chat; raises RequestError."""
     fields = fields_of(body, ChatBody)
     request = fields.request()
     request.messages = list(map(_templated, body["messages"]))
-    for tool, given in zip(fields.tools, body.get("tools") or (), strict=True):
+    for tool, content in zip(fields.tools, body.get("tools") or (), strict=True):
         if tool.type in (None, "function"):
             if tool.function is None or tool.function.name is None:
                 raise RequestError(
-                    f"tools: expected a function with a name, got {short_repr(given)}"
+                    f"tools: expected a function with a name, got {short_repr(content)}"
                 )
-            request.tools.append(given)
+            request.tools.append(content)
     choose_tool(request, fields.tool_choice)
     if request.tool_choice == REQUIRED and not request.tools:
         raise RequestError("tool_choice: required needs tools.")
@@ -122,12 +120,12 @@ def read(body: Object) -> Asked:
         request.template["role_mapping"] = fields.role_mapping
     last = request.template.pop("continue_final_message", fields.continue_final_message)
     request.continues = bool(last)
-    return Asked(fields.choices(request), body, "chatcmpl-")
+    return ParsedBody(fields.choices(request), body, "chatcmpl-")
 
 
-def _templated(given: Object) -> Object:
+def _templated(message: Object) -> Object:
     """A message as templates take it."""
-    message = without_nulls(given)
+    message = without_nulls(message)
     if message["role"] == "developer":
         message["role"] = "system"
     content = message.get("content", "")
@@ -139,88 +137,114 @@ def _templated(given: Object) -> Object:
     return message
 
 
-def reply_of(asked: Asked, kind: str, choices: Sequence[Object], **more: Any) -> Object:
-    """A reply, or a chunk of one."""
-    about = {"id": asked.id, "object": kind, "created": asked.created}
-    return {**about, "model": asked.model, "choices": choices, **more}
+class ChoicesReply(Reply):
+    """A reply of choices: what chats and completions have in common.
 
-
-def _logprobs(text: Written | Said) -> Object:
-    return {"content": [logprob(token) for token in text.logprobs]}
-
-
-def _call(id: str, name: str, arguments: str) -> Object:
-    called = {"name": name, "arguments": arguments}
-    return {"id": id, "type": "function", "function": called}
-
-
-class ChunkStream(Stream):
-    """The chunks of a stream in OpenAI's protocols: what chats and completions have in common."""
+    Attributes:
+        kind: of the whole reply, in the protocol's words.
+        chunk_kind: of a part of a stream.
+    """
 
     kind: str
+    chunk_kind: str
 
-    def __init__(self, asked: Asked) -> None:
-        super().__init__(asked)
-        self._ends: dict[int, Ended] = {}  # by choice
+    def __init__(self, parsed: ParsedBody) -> None:
+        super().__init__(parsed)
+        self._ended: dict[int, Ended] = {}  # by choice
 
-    def write(self, choice: int, event: Event) -> Sent:
+    @abstractmethod
+    def choice(self, index: int, text: Transcript) -> Object:
+        """A choice of the whole reply, without its number and its end."""
+
+    @abstractmethod
+    def delta(self, index: int, event: Event) -> Object | None:
+        """A choice's part in the chunk of an event."""
+
+    def whole(self, texts: Sequence[Transcript]) -> Object:
+        """The reply with all choices."""
+        choices = []
+        for index, text in enumerate(texts):
+            assert text.ended is not None
+            self._ended[index] = text.ended
+            content = self.choice(index, text)
+            choices.append({"index": index, **content, "finish_reason": text.ended.reason})
+        return self._object(self.kind, choices, usage=self._usage())
+
+    def write(self, choice: int, event: Event) -> Pieces:
         """The chunk of an event, if there is something to say; a choice's last has its account."""
-        if (content := self.content(choice, event)) is None:
+        if (content := self.delta(choice, event)) is None:
             return
         reason, account = None, {}
         if isinstance(event, Ended):
-            self._ends[choice], reason = event, event.reason
+            self._ended[choice], reason = event, event.reason
             account = {"speculation": speculation(event)}
         yield self.chunk({"index": choice, **content, "finish_reason": reason}, **account)
 
-    @abstractmethod
-    def content(self, choice: int, event: Event) -> Object | None:
-        """A choice's part in the chunk of an event."""
-
-    def end(self) -> Sent:
+    def end(self) -> Pieces:
         """The usage, if it was asked for, and the mark of the end."""
-        body = self.asked.body
-        if (body.get("stream_options") or {}).get("include_usage"):
-            ends = [self._ends[choice] for choice in sorted(self._ends)]
-            yield self.chunk(usage=usage(ends, body.get("n") or 1))
+        if (self.parsed.body.get("stream_options") or {}).get("include_usage"):
+            yield self.chunk(usage=self._usage())
         yield DONE
 
-    def fail(self, error: Exception, status: HTTPStatus) -> Sent:
+    def fail(self, error: Exception, status: HTTPStatus) -> Pieces:
         """An error, and the mark of the end."""
         return server_sent(openai_error(error, status)), DONE
 
     def chunk(self, *choices: Object, **more: Any) -> bytes:
         """A chunk with some choices."""
-        return server_sent(reply_of(self.asked, self.kind, choices, **more))
+        return server_sent(self._object(self.chunk_kind, choices, **more))
+
+    def _object(self, kind: str, choices: Sequence[Object], **more: Any) -> Object:
+        parsed = self.parsed
+        about = {"id": parsed.id, "object": kind, "created": parsed.created, "model": parsed.model}
+        return {**about, "choices": choices, **more}
+
+    def _usage(self) -> Object:
+        """The usage of all choices; the prompt of several is counted once."""
+        ends = [self._ended[choice] for choice in sorted(self._ended)]
+        prompts = ends[:: self.parsed.body.get("n") or 1]
+        prompt, written = (
+            sum(end.num_prompt for end in prompts),
+            sum(end.num_written for end in ends),
+        )
+        account, *others = accounts = [speculation(end) for end in ends]
+        if others:
+            batched = any(account["batched"] for account in accounts)
+            account = {"drafter": account["drafter"], "batched": batched, "choices": accounts}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": sum(end.num_cached for end in prompts)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(end.num_thought for end in ends),
+                "accepted_prediction_tokens": sum(end.accepted for end in ends),
+                "rejected_prediction_tokens": sum(end.rejected for end in ends),
+            },
+            "speculation": account,
+        }
 
 
-def reply(
-    kind: str,
-    content: Callable[[TextRequest, Written], Object],
-    asked: Asked,
-    texts: Sequence[Written],
-) -> Object:
-    """The whole reply. content: makes a choice, without its number and its end."""
-    ends = [text.ended for text in texts if text.ended is not None]
-    choices = [
-        {"index": index, **content(request, text), "finish_reason": end.reason}
-        for index, (request, text, end) in enumerate(zip(asked.requests, texts, ends, strict=True))
-    ]
-    return reply_of(asked, kind, choices, usage=usage(ends, asked.body.get("n") or 1))
+def _logprobs(text: Transcript | TextPiece) -> Object:
+    return {"content": [logprob(token) for token in text.logprobs]}
 
 
-class ChatStream(ChunkStream):
-    """Chunks of a streamed chat."""
+def _call(id: str, name: str, arguments: str) -> Object:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    kind = "chat.completion.chunk"
 
-    def begin(self) -> Sent:
+class ChatReply(ChoicesReply):
+    """A chat's reply: its choices are messages."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def begin(self) -> Pieces:
         """The role, for each choice."""
         delta = {"role": "assistant", "content": ""}
-        for choice in range(len(self.asked.requests)):
+        for choice in range(len(self.parsed.requests)):
             yield self.chunk({"index": choice, "delta": delta, "finish_reason": None})
 
-    def content(self, choice: int, event: Event) -> Object | None:
+    def delta(self, index: int, event: Event) -> Object | None:
         """What is new in a message."""
         match event:
             case CallBegan():
@@ -229,7 +253,7 @@ class ChatStream(ChunkStream):
             case CallArguments():
                 call = {"index": event.index, "function": {"arguments": event.text}}
                 return {"delta": {"tool_calls": [call]}}
-            case Said() if event.text or event.logprobs:
+            case TextPiece() if event.text or event.logprobs:
                 names = THOUGHTS if event.is_thought else ("content",)
                 more = {"logprobs": _logprobs(event)} if event.logprobs else {}
                 return {"delta": dict.fromkeys(names, event.text), **more}
@@ -237,17 +261,15 @@ class ChatStream(ChunkStream):
                 return {"delta": {}}
         return None
 
-
-def _message(request: TextRequest, text: Written) -> Object:
-    """A choice of a chat: a message."""
-    calls = [_call(**call) for call in text.calls]
-    content = text.text or (None if calls else "")
-    message: Object = {"role": "assistant", "content": content}
-    message |= dict.fromkeys(THOUGHTS, text.thoughts) if text.thoughts else {}
-    message |= {"tool_calls": calls} if calls else {}
-    logprobs = None if request.num_logprobs is None else _logprobs(text)
-    return {"message": message, "logprobs": logprobs}
+    def choice(self, index: int, text: Transcript) -> Object:
+        """A message. Clients count on a text where there is no call."""
+        calls = [_call(**call) for call in text.calls]
+        message: Object = {"role": "assistant", "content": text.text or (None if calls else "")}
+        message |= dict.fromkeys(THOUGHTS, text.thoughts) if text.thoughts else {}
+        message |= {"tool_calls": calls} if calls else {}
+        has_logprobs = self.parsed.requests[index].num_logprobs is not None
+        return {"message": message, "logprobs": _logprobs(text) if has_logprobs else None}
 
 
-CHAT = Wire(read, ChatStream, partial(reply, "chat.completion", _message), openai_error)
+CHAT = Wire(read, ChatReply, openai_error)
 """The protocol of `/v1/chat/completions`."""

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from specdec_mlx.arguments import short_repr
 from specdec_mlx.server.protocols.body import Count, fields_of
-from specdec_mlx.server.protocols.chat import ChoicesBody, ChunkStream, reply
-from specdec_mlx.server.protocols.replies import LEAST_LOGPROB, logprob, openai_error
+from specdec_mlx.server.protocols.chat import ChoicesBody, ChoicesReply
+from specdec_mlx.server.protocols.replies import ParsedBody, Wire, logprob, openai_error
 from specdec_mlx.server.requests import (
-    Asked,
     Ended,
     Event,
     Object,
     RequestError,
-    Said,
+    TextPiece,
     TextRequest,
     TokenLogprob,
-    Wire,
-    Written,
+    Transcript,
 )
 
 MOST_PROMPTS = 128  # most prompts of one request
@@ -60,7 +58,7 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and value != [])
 
 
-def read(body: Object) -> Asked:
+def read(body: Object) -> ParsedBody:
     """Check the body of a completion; raises RequestError."""
     fields = fields_of(body, CompletionBody)
     if fields.suffix:
@@ -74,75 +72,68 @@ def read(body: Object) -> Asked:
         for prompt in fields.prompts()
         for choice in fields.choices(replace(request, prompt=prompt))
     ]
-    return Asked(requests, body, "cmpl-")
+    return ParsedBody(requests, body, "cmpl-")
 
 
-def _content(request: TextRequest, said: Said, offset: int) -> Object:
-    """A text, or a piece of one that begins `offset` characters after the text."""
-    logprobs = None if request.num_logprobs is None else _logprobs(said, offset)
-    return {"text": said.text, "logprobs": logprobs}
+def _content(request: TextRequest, text: TextPiece | Transcript, offset: int) -> Object:
+    """A text, or a piece of a text that begins at a character `offset`."""
+    has_logprobs = request.num_logprobs is not None
+    logprobs = _logprobs(text.logprobs, offset) if has_logprobs else None
+    return {"text": text.text, "logprobs": logprobs}
 
 
-def _logprobs(said: Said, offset: int) -> Object:
+def _logprobs(entries: Sequence[TokenLogprob], offset: int) -> Object:
     """The form of completions, and mlx-lm's, `content`, of what was written.
 
     The first token of a text has no log-probability: null.
     """
-    tokens = [token.data.decode(errors="replace") for token in said.logprobs]
-    offsets = [*accumulate(map(len, tokens), initial=offset)]
-    written = [token for token in said.logprobs if not math.isnan(token.logprob)]
+    tokens = [entry.data.decode(errors="replace") for entry in entries]
+    offsets = accumulate(map(len, tokens), initial=offset)
+    forms = [None if math.isnan(entry.logprob) else logprob(entry) for entry in entries]
     return {
         "tokens": tokens,
-        "token_logprobs": [_number(token.logprob) for token in said.logprobs],
-        "top_logprobs": [_top(token) for token in said.logprobs],
-        "text_offset": offsets[:-1],
-        "content": [logprob(token) for token in written],
+        "token_logprobs": [form and form["logprob"] for form in forms],
+        "top_logprobs": [form and _likeliest(form) for form in forms],
+        "text_offset": list(offsets)[:-1],
+        "content": list(filter(None, forms)),
     }
 
 
-def _number(logprob: float) -> float | None:
-    return None if math.isnan(logprob) else max(logprob, LEAST_LOGPROB)
-
-
-def _top(token: TokenLogprob) -> dict[str, float] | None:
+def _likeliest(form: Object) -> dict[str, float]:
     """The likeliest texts there, the written one among them; of equal texts the likelier one."""
-    if math.isnan(token.logprob):
-        return None
-    top: dict[str, float] = {}
-    for _, data, value in (*token.top, (token.token, token.data, token.logprob)):
-        text = data.decode(errors="replace")
-        top[text] = max(value, top.get(text, LEAST_LOGPROB))
-    return top
+    likeliest: dict[str, float] = {}
+    for entry in (*form["top_logprobs"], form):
+        text, value = entry["token"], entry["logprob"]
+        likeliest[text] = max(value, likeliest.get(text, value))
+    return likeliest
 
 
-class CompletionStream(ChunkStream):
-    """Chunks of a streamed completion."""
+class CompletionReply(ChoicesReply):
+    """A completion's reply: its choices are texts."""
 
-    kind = "text_completion"
+    kind = chunk_kind = "text_completion"
 
-    def __init__(self, asked: Asked) -> None:
-        super().__init__(asked)
+    def __init__(self, parsed: ParsedBody) -> None:
+        super().__init__(parsed)
         self._lengths = Counter[int]()  # of the texts that were sent, by choice
 
-    def content(self, choice: int, event: Event) -> Object | None:
-        """A piece of a text."""
+    def delta(self, index: int, event: Event) -> Object | None:
+        """A piece of a text; the end has none."""
         match event:
-            case Said() if event.text or event.logprobs:
-                said = event
+            case TextPiece() if event.text or event.logprobs:
+                piece = event
             case Ended():
-                said = Said("")
+                piece = TextPiece("")
             case _:
                 return None
-        offset = self._lengths[choice]
-        self._lengths[choice] += len(said.text)
-        return _content(self.asked.requests[choice], said, offset)
+        offset = self._lengths[index]
+        self._lengths[index] += len(piece.text)
+        return _content(self.parsed.requests[index], piece, offset)
+
+    def choice(self, index: int, text: Transcript) -> Object:
+        """A text."""
+        return _content(self.parsed.requests[index], text, 0)
 
 
-def _text(request: TextRequest, text: Written) -> Object:
-    """A choice of a completion: a text."""
-    said = Said(text.thoughts + text.text, logprobs=text.logprobs)
-    return _content(request, said, 0)
-
-
-COMPLETIONS = Wire(read, CompletionStream, partial(reply, "text_completion", _text), openai_error)
+COMPLETIONS = Wire(read, CompletionReply, openai_error)
 """The protocol of `/v1/completions`."""

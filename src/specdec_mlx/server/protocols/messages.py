@@ -26,40 +26,39 @@ from specdec_mlx.server.protocols.body import (
     Tool,
     choose_tool,
     fields_of,
+    function,
     read_json,
     text_request,
     texts,
 )
 from specdec_mlx.server.protocols.replies import (
-    ItemStream,
+    ItemReply,
+    ParsedBody,
+    Pieces,
+    Wire,
     server_sent,
     speculation,
-    whole_reply,
     words_of,
 )
 from specdec_mlx.server.protocols.turns import (
     Turn,
     Turns,
     as_result,
-    expect,
-    function,
+    check_kind,
+    field_of,
     joined,
     leave_out,
-    named,
     parts_in,
 )
 from specdec_mlx.server.requests import (
     AUTO,
-    Asked,
     CallBegan,
     Ended,
     Event,
     Object,
     PromptProgress,
     RequestError,
-    Sent,
     TokenLogprob,
-    Wire,
 )
 
 BILLING = "x-anthropic-billing-header:"  # differs by conversation, and says nothing to a model
@@ -93,9 +92,9 @@ def _text(block: Object) -> str:
     """A block as text, whatever it is."""
     match kind := block["type"]:
         case "text":
-            return str(named(block, "text"))
+            return str(field_of(block, "text"))
         case "document" | "image":
-            source = named(block, "source", dict)
+            source = field_of(block, "source", dict)
             title = f"{block['title']}\n" if block.get("title") else ""
             if source.get("type") == "text":
                 return title + str(source.get("data"))
@@ -103,8 +102,8 @@ def _text(block: Object) -> str:
                 return title + _joined(source.get("content"), kind)
             return mark(block) if kind == "image" else unseen(f"{kind} {title}".strip())
         case "search_result":
-            found = _joined(block.get("content"), kind)
-            return f"{block.get('title')}\n{block.get('source')}\n{found}"
+            result = _joined(block.get("content"), kind)
+            return f"{block.get('title')}\n{block.get('source')}\n{result}"
         case "tool_reference":
             return f"The tool {block.get('tool_name')} can be called now."
         case _:
@@ -137,7 +136,7 @@ class MessagesBody(Body, kw_only=True):
 def _add(turns: Turns, message: Turn) -> None:
     """Add one of Anthropic's messages."""
     # a later system message stands where it does for a reason
-    said = "user" if message.role == "system" else message.role
+    role = "user" if message.role == "system" else message.role
     for block in parts_in(message.content, "content"):
         match kind := block["type"]:
             case "tool_result":
@@ -145,33 +144,29 @@ def _add(turns: Turns, message: Turn) -> None:
                 result = _joined(as_result(block.get("content")), f"{kind}.content")
                 turns.answer(str(block.get("tool_use_id")), failed + result)
             case "tool_use":
-                called = block.get("input") or {}
-                if not isinstance(called, str):  # what a client kept of a broken one
-                    expect(called, dict, f"{kind}: input")
-                turns.call(str(block.get("id")), named(block, "name"), called)
+                arguments = block.get("input") or {}
+                if not isinstance(arguments, str):  # what a client kept of a broken call
+                    check_kind(arguments, dict, f"{kind}: input")
+                turns.call(str(block.get("id")), field_of(block, "name"), arguments)
             case "thinking":
-                turns.think(named(block, kind))
+                turns.think(field_of(block, kind))
             case _ if kind != "redacted_thinking":
-                turns.say(said, _text(block))
+                turns.say(role, _text(block))
 
 
 def _tools(tools: Sequence[Tool]) -> Iterator[Object]:
     """The tools that a client runs. Those that Anthropic's servers run are left out."""
     for tool in tools:
         kind = tool.type or "custom"
-        own = next(filter(kind.startswith, OWN_TOOLS), None)
-        if own is None and kind != "custom":
+        if kind == "custom":
+            yield function(tool, tool.description, tool.input_schema)
+        elif own := [OWN_TOOLS[name] for name in OWN_TOOLS if kind.startswith(name)]:
+            yield function(tool, own[0].get("description"), own[0]["input_schema"])
+        else:
             leave_out("tool", kind)
-            continue
-        if tool.name is None:
-            raise RequestError(f"tools: expected a name, got {tool}")
-        how = OWN_TOOLS.get(
-            own or "", {"description": tool.description, "input_schema": tool.input_schema}
-        )
-        yield function(tool.name, how.get("description"), how["input_schema"])
 
 
-def read(body: Object) -> Asked:
+def read(body: Object) -> ParsedBody:
     """Check a body; raises RequestError. Tokens are counted without max_tokens."""
     fields = fields_of(body, MessagesBody)
     if fields.thread:  # clients that are told so send the whole conversation
@@ -200,10 +195,10 @@ def read(body: Object) -> Asked:
     request.thought_budget = thinking.budget_tokens
     if request.thought_budget is None:
         request.thought_budget = BUDGETS.get(config.effort or "")
-    return Asked([request], body, "msg_")
+    return ParsedBody([request], body, "msg_")
 
 
-def _read(num_prompt: int, num_cached: int, num_written: int) -> Object:
+def _usage(num_prompt: int, num_cached: int, num_written: int = 0) -> Object:
     return {
         "input_tokens": num_prompt - num_cached,
         "cache_read_input_tokens": num_cached,
@@ -212,34 +207,32 @@ def _read(num_prompt: int, num_cached: int, num_written: int) -> Object:
     }
 
 
-class MessageStream(ItemStream):
-    """A streamed message: a message_start, blocks one after another, why it ended, message_stop."""
+class MessageReply(ItemReply):
+    """A message, streamed as a message_start, its blocks, the reason for its end and a stop."""
 
     kinds = "text", "thinking"
 
-    def __init__(self, asked: Asked) -> None:
-        whole = {"id": asked.id, "type": "message", "role": "assistant", "model": asked.model}
-        super().__init__(asked, whole)
-        self.whole |= {"content": self.items, **dict.fromkeys(UNKNOWN)}
+    def __init__(self, parsed: ParsedBody) -> None:
+        about = {"id": parsed.id, "type": "message", "role": "assistant", "model": parsed.model}
+        super().__init__(parsed, {**about, **dict.fromkeys(UNKNOWN)}, "content")
 
-    def write(self, choice: int, event: Event) -> Sent:
+    def write(self, choice: int, event: Event) -> Pieces:
         """The bytes of an event."""
-        if self.whole["usage"] is None:
-            read = 0, 0
+        if self.content["usage"] is None:
+            self.content["usage"] = _usage(0, 0)
             if isinstance(event, PromptProgress):
-                read = event.total, event.num_cached
-            self.whole["usage"] = _read(*read, 0)
-            yield _event("message_start", message=self.whole)
+                self.content["usage"] = _usage(event.total, event.num_cached)
+            yield _event("message_start", message=self.content)
         yield from super().write(choice, event)
 
-    def add(self, call: CallBegan | None) -> Sent:
+    def add(self, call: CallBegan | None) -> Pieces:
         """Begin a block."""
         if call is not None:
             self.item |= {"type": "tool_use", "id": call.id, "name": call.name}
         self.item |= EMPTY[self.item["type"]]
         yield self._of_block("start", content_block=self.item)
 
-    def grow(self, text: str, logprobs: Sequence[TokenLogprob]) -> Sent:
+    def grow(self, text: str, logprobs: Sequence[TokenLogprob]) -> Pieces:
         """More of a block."""
         kind = self.item["type"]
         if kind == "tool_use":
@@ -248,7 +241,7 @@ class MessageStream(ItemStream):
             self.item[kind] = self.text
             yield self._delta(f"{kind}_delta", kind, text)
 
-    def close(self, status: str) -> Sent:
+    def close(self, status: str) -> Pieces:
         """End a block; the whole reply has a call's input as an object."""
         if self.item["type"] == "tool_use":
             with suppress(DecodeError, RecursionError):  # of a call that broke
@@ -258,16 +251,16 @@ class MessageStream(ItemStream):
             yield self._delta("signature_delta", "signature", SIGNATURE)
         yield self._of_block("stop")
 
-    def finish(self, ended: Ended) -> Sent:
+    def finish(self, ended: Ended) -> Pieces:
         """Why the text ended, the stop sequence if one did it, and the usage."""
         reason = STOP_REASONS[ended.reason] if ended.stop is None else "stop_sequence"
         delta = {"stop_reason": reason, "stop_sequence": ended.stop}
         usage = {
-            **_read(ended.num_prompt, ended.num_cached, ended.num_written),
+            **_usage(ended.num_prompt, ended.num_cached, ended.num_written),
             "output_tokens_details": {"thinking_tokens": ended.num_thought},
             "speculation": speculation(ended),
         }
-        self.whole |= {**delta, "usage": usage}
+        self.content |= {**delta, "usage": usage}
         yield _event("message_delta", delta=delta, usage=usage)
         yield _event("message_stop")
 
@@ -275,7 +268,7 @@ class MessageStream(ItemStream):
         """A ping."""
         return _event("ping")
 
-    def fail(self, error: Exception, status: HTTPStatus) -> Sent:
+    def fail(self, error: Exception, status: HTTPStatus) -> Pieces:
         """An event of the error."""
         yield _event(**_error(error, status))
 
@@ -297,11 +290,11 @@ def _error(error: Exception, status: HTTPStatus) -> Object:
     # clients read it, and compact
     if isinstance(error, RequestError) and error.most:
         words = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
-    said: Object = {"type": ERRORS.get(status, "invalid_request_error"), "message": words}
+    content: Object = {"type": ERRORS.get(status, "invalid_request_error"), "message": words}
     if code := getattr(error, "code", None):
-        said["details"] = {"error_code": code}
-    return {"type": "error", "error": said}
+        content["details"] = {"error_code": code}
+    return {"type": "error", "error": content}
 
 
-MESSAGES = Wire(read, MessageStream, partial(whole_reply, MessageStream), _error)
+MESSAGES = Wire(read, MessageReply, _error)
 """The protocol of `/v1/messages`, and of `/v1/messages/count_tokens`."""

@@ -10,15 +10,12 @@ import json
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from msgspec import Struct
 
-from specdec_mlx.arguments import short_repr
 from specdec_mlx.server.protocols.body import (
     Body,
     Config,
@@ -27,37 +24,36 @@ from specdec_mlx.server.protocols.body import (
     checked,
     choose_tool,
     fields_of,
+    function,
     text_request,
     think,
 )
 from specdec_mlx.server.protocols.replies import (
-    ItemStream,
+    ItemReply,
+    ParsedBody,
+    Pieces,
+    Wire,
     logprob,
     openai_error,
     server_sent,
     speculation,
-    whole_reply,
     words_of,
 )
 from specdec_mlx.server.protocols.turns import (
     Turn,
     Turns,
     as_result,
-    function,
+    field_of,
     joined,
     leave_out,
-    named,
 )
 from specdec_mlx.server.requests import (
     AUTO,
-    Asked,
     CallBegan,
     Ended,
     Object,
     RequestError,
-    Sent,
     TokenLogprob,
-    Wire,
 )
 
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
@@ -87,48 +83,51 @@ UNKNOWN = "error", "incomplete_details", "previous_response_id", "usage"
 """Fields of a response that are null at first."""
 
 
-@dataclass(frozen=True)
-class Growth:
-    """How an item of one kind grows, in the names of the protocol.
+class ItemKind(NamedTuple):
+    """How an item of one type grows, in the names of the protocol.
 
-    prefix: of its id. told: its text in the names of events. name: the field of that text, in the
-    item or in its only part. empty: a new item. part: its only part, in the names of events.
-    parts: the list of parts; empty_part: a new one.
+    Attributes:
+        prefix: of its id.
+        text_event: its text in the names of events; the last word is the text's field.
+        item: a new item.
+        part_event: its only part in the names of events; "" if the text is the item's own.
+        parts: the field with the list of parts.
+        part: a new part.
     """
 
     prefix: str
-    told: str
-    name: str
-    empty: Object
-    part: str = ""
+    text_event: str
+    item: Object
+    part_event: str = ""
     parts: str = ""
-    empty_part: Object | None = None
+    part: Object | None = None
+
+    @property
+    def text_field(self) -> str:
+        """The field of the text, in the item or in its part."""
+        return self.text_event.rpartition("_")[2]
 
 
 STATUS = {"status": "in_progress"}
-GROWTH = {
-    "message": Growth(
+KINDS = {
+    "message": ItemKind(
         "msg",
         "output_text",
-        "text",
         {"role": "assistant", **STATUS, "content": []},
         "content_part",
         "content",
         {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     ),
-    "reasoning": Growth(
+    "reasoning": ItemKind(
         "rs",
         "reasoning_summary_text",
-        "text",
         {"summary": []},
         "reasoning_summary_part",
         "summary",
         {"type": "summary_text", "text": ""},
     ),
-    "function_call": Growth(
-        "fc", "function_call_arguments", "arguments", {**STATUS, "arguments": ""}
-    ),
-    "custom_tool_call": Growth("ctc", "custom_tool_call_input", "input", {**STATUS, "input": ""}),
+    "function_call": ItemKind("fc", "function_call_arguments", {**STATUS, "arguments": ""}),
+    "custom_tool_call": ItemKind("ctc", "custom_tool_call_input", {**STATUS, "input": ""}),
 }
 
 
@@ -153,20 +152,20 @@ def _add(turns: Turns, item: Object) -> None:
     """Add an item of the input."""
     match kind := item["type"]:
         case "message":
-            said = checked(item, Turn)
-            turns.say(said.role, joined(said.content, "input: content"))
+            turn = checked(item, Turn)
+            turns.say(turn.role, joined(turn.content, "input: content"))
         case "reasoning":
             thoughts = joined(item.get("content"), "reasoning.content")
             turns.think(thoughts or joined(item.get("summary"), "reasoning.summary"))
         case "function_call" | "custom_tool_call":
-            text = named(item, GROWTH[kind].name)
+            text = field_of(item, KINDS[kind].text_field)
             arguments = text if kind == "function_call" else {"input": text}
-            turns.call(str(item.get("call_id")), named(item, "name"), arguments)
+            turns.call(str(item.get("call_id")), field_of(item, "name"), arguments)
         case "function_call_output" | "custom_tool_call_output":
             output = joined(as_result(item.get("output")), f"{kind}.output")
             turns.answer(str(item.get("call_id")), output)
         case "item_reference":
-            if not str(item.get("id")).startswith(GROWTH["reasoning"].prefix):
+            if not str(item.get("id")).startswith(KINDS["reasoning"].prefix):
                 raise RequestError(
                     "item_reference: nothing is kept here. Set store to false in your client, "
                     "which then sends the items themselves."
@@ -176,22 +175,20 @@ def _add(turns: Turns, item: Object) -> None:
             leave_out("item", kind)
 
 
-def _tools(tools: Sequence[Tool], offered: dict[str, Object], **space: str) -> Iterator[Object]:
+def _tools(tools: Sequence[Tool], call_items: dict[str, Object], **space: str) -> Iterator[Object]:
     """The tools that a client runs. All others are left out.
 
-    offered: what the items of a tool's calls have, by its name. space: the namespace, if any.
+    call_items: what the items of a tool's calls have, by its name. space: the namespace, if any.
     """
     for tool in tools:
         if tool.type == "namespace":
-            yield from _tools(tool.tools, offered, namespace=str(tool.name))
-        elif tool.type not in CALLS or tool.name in offered:
+            yield from _tools(tool.tools, call_items, namespace=str(tool.name))
+        elif tool.type not in CALLS or tool.name in call_items:
             leave_out("tool", tool.type)
-        elif tool.name is None:
-            raise RequestError(f"tools: expected a name, got {short_repr(tool)}")
         else:
-            offered[tool.name] = {"type": CALLS[tool.type], **space}
-            schema = FREE if tool.type == "custom" else tool.parameters
-            yield function(tool.name, _described(tool), schema)
+            is_custom = tool.type == "custom"
+            yield function(tool, _described(tool), FREE if is_custom else tool.parameters)
+            call_items[str(tool.name)] = {"type": CALLS[tool.type], **space}
 
 
 def _described(tool: Tool) -> str:
@@ -202,7 +199,7 @@ def _described(tool: Tool) -> str:
     return f"{words}\n\nThe input, in {form.get('syntax')} notation:\n{form['definition']}"
 
 
-def read(body: Object) -> Asked:
+def read(body: Object) -> ParsedBody:
     """Check a body; raises RequestError."""
     for name in STATEFUL:
         if body.get(name):
@@ -222,66 +219,58 @@ def read(body: Object) -> Asked:
     if not turns.messages:
         raise RequestError("input: expected a text, or a list of at least one item.")
     request.messages = turns.messages
-    offered: dict[str, Object] = {}
-    request.tools = list(_tools(tools, offered))
+    call_items: dict[str, Object] = {}
+    request.tools = list(_tools(tools, call_items))
     choose_tool(request, fields.tool_choice)
     think(request, fields.reasoning.effort)
     if LOGPROBS in fields.include or fields.top_logprobs:
         request.num_logprobs = max(0, fields.top_logprobs)
-    return Asked([request], body, "resp_", offered)
+    return ParsedBody([request], body, "resp_", call_items)
 
 
-def _usage(ended: Ended) -> Object:
-    return {
-        "input_tokens": ended.num_prompt,
-        "input_tokens_details": {"cached_tokens": ended.num_cached, "cache_write_tokens": 0},
-        "output_tokens": ended.num_written,
-        "output_tokens_details": {"reasoning_tokens": ended.num_thought},
-        "total_tokens": ended.num_prompt + ended.num_written,
-        "speculation": speculation(ended),
-    }
-
-
-class ResponseStream(ItemStream):
-    """A streamed response. Its items come one after another: each is added, grows, and is done."""
+class ResponseReply(ItemReply):
+    """A response."""
 
     kinds = "message", "reasoning"
 
-    def __init__(self, asked: Asked) -> None:
-        super().__init__(asked, {"id": asked.id, "object": "response", "model": asked.model})
-        self.whole |= {
-            "created_at": asked.created,
-            "output": self.items,
+    def __init__(self, parsed: ParsedBody) -> None:
+        body = parsed.body
+        content = {
+            "id": parsed.id,
+            "object": "response",
+            "model": parsed.model,
+            "created_at": parsed.created,
             "store": False,
             **STATUS,
             **dict.fromkeys(UNKNOWN),
-            **{name: asked.body.get(name) or value for name, value in ECHOED.items()},
-            "parallel_tool_calls": asked.requests[0].parallel_calls,
+            **{name: body.get(name) or value for name, value in ECHOED.items()},
+            "parallel_tool_calls": parsed.requests[0].parallel_calls,
         }
+        super().__init__(parsed, content, "output")
         self._holder: Object = {}  # of the text: the item, or its part
         self._number = -1
 
-    def begin(self) -> Sent:
+    def begin(self) -> Pieces:
         """The response, still empty."""
         for kind in ("created", "in_progress"):
-            yield self._event(kind, response=self.whole)
+            yield self._event(kind, response=self.content)
 
-    def add(self, call: CallBegan | None) -> Sent:
+    def add(self, call: CallBegan | None) -> Pieces:
         """Add an item, and its part."""
         if call is not None:
-            how = self.asked.tools.get(call.name, {"type": "function_call"})
-            self.item |= {"call_id": call.id, "name": call.name, **how}
-        growth = self._growth
-        self.item |= {"id": f"{growth.prefix}_{uuid4().hex}", **deepcopy(growth.empty)}
+            about = self.parsed.call_items.get(call.name, {"type": "function_call"})
+            self.item |= {"call_id": call.id, "name": call.name, **about}
+        kind = self._kind
+        self.item |= {"id": f"{kind.prefix}_{uuid4().hex}", **deepcopy(kind.item)}
         yield self._of_item("output_item.added", item=self.item)
         self._holder = self.item
-        if growth.part:
-            self._holder = deepcopy(growth.empty_part or {})
-            yield self._grown(f"{growth.part}.added", part=self._holder)
-            self.item[growth.parts].append(self._holder)
+        if kind.part is not None:
+            self._holder = deepcopy(kind.part)
+            yield self._of_text(f"{kind.part_event}.added", part=self._holder)
+            self.item[kind.parts].append(self._holder)
 
-    def grow(self, text: str, logprobs: Sequence[TokenLogprob]) -> Sent:
-        """More of an item; an input that is any text is said once it is whole."""
+    def grow(self, text: str, logprobs: Sequence[TokenLogprob]) -> Pieces:
+        """More of an item; an input that is any text is sent once it is whole."""
         more = {}
         if self.item["type"] == "message":
             more["logprobs"] = [logprob(token) for token in logprobs]
@@ -289,60 +278,66 @@ class ResponseStream(ItemStream):
         if self.item["type"] != "custom_tool_call":
             yield self._delta(text, **more)
 
-    def close(self, status: str) -> Sent:
+    def close(self, status: str) -> Pieces:
         """The end of an item."""
-        item, growth = self.item, self._growth
+        item, kind = self.item, self._kind
         if item["type"] == "custom_tool_call" and self.text:
             self.text = _free_text(self.text)
             yield self._delta(self.text)
-        names = growth.name, "logprobs"
-        done = {name: self._holder[name] for name in names if name in self._holder}
-        yield self._grown(f"{growth.told}.done", **done)
-        if growth.part:
-            yield self._grown(f"{growth.part}.done", part=self._holder)
-        if item["type"] == "reasoning" and ENCRYPTED in (self.asked.body.get("include") or ()):
+        names = {kind.text_field, "logprobs"} & self._holder.keys()
+        yield self._of_text(f"{kind.text_event}.done", **{n: self._holder[n] for n in names})
+        if kind.part is not None:
+            yield self._of_text(f"{kind.part_event}.done", part=self._holder)
+        if item["type"] == "reasoning" and ENCRYPTED in (self.parsed.body.get("include") or ()):
             item["encrypted_content"] = b64encode(self.text.encode()).decode()
         if "status" in item:
             item["status"] = status
         yield self._of_item("output_item.done", item=item)
 
-    def finish(self, ended: Ended) -> Sent:
+    def finish(self, ended: Ended) -> Pieces:
         """The whole response."""
         is_cut = ended.reason == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
-        self.whole |= {"status": status, "incomplete_details": details}
-        self.whole["usage"] = _usage(ended)
-        yield self._event(status, response=self.whole)
+        usage = {
+            "input_tokens": ended.num_prompt,
+            "input_tokens_details": {"cached_tokens": ended.num_cached, "cache_write_tokens": 0},
+            "output_tokens": ended.num_written,
+            "output_tokens_details": {"reasoning_tokens": ended.num_thought},
+            "total_tokens": ended.num_prompt + ended.num_written,
+            "speculation": speculation(ended),
+        }
+        self.content |= {"status": status, "incomplete_details": details, "usage": usage}
+        yield self._event(status, response=self.content)
 
-    def fail(self, error: Exception, status: HTTPStatus) -> Sent:
+    def fail(self, error: Exception, status: HTTPStatus) -> Pieces:
         """The response, failed."""
         code = getattr(error, "code", None) or "server_error"
-        said = {"code": code, "message": words_of(error, status)}
-        self.whole |= {"status": "failed", "error": said}
-        yield self._event("failed", response=self.whole)
+        failure = {"code": code, "message": words_of(error, status)}
+        self.content |= {"status": "failed", "error": failure}
+        yield self._event("failed", response=self.content)
 
     @property
-    def _growth(self) -> Growth:
-        return GROWTH[self.item["type"]]
+    def _kind(self) -> ItemKind:
+        return KINDS[self.item["type"]]
 
     def _delta(self, text: str, **more: Any) -> bytes:
-        self._holder[self._growth.name] = self.text
-        return self._grown(f"{self._growth.told}.delta", delta=text, **more)
+        self._holder[self._kind.text_field] = self.text
+        return self._of_text(f"{self._kind.text_event}.delta", delta=text, **more)
 
-    def _grown(self, kind: str, **more: Any) -> bytes:
+    def _of_text(self, event: str, **more: Any) -> bytes:
         """An event of the open item's text."""
-        if parts := self._growth.parts:
+        if parts := self._kind.parts:
             more[f"{parts}_index"] = 0
-        return self._of_item(kind, item_id=self.item["id"], **more)
+        return self._of_item(event, item_id=self.item["id"], **more)
 
-    def _of_item(self, kind: str, **more: Any) -> bytes:
-        return self._event(kind, output_index=len(self.items) - 1, **more)
+    def _of_item(self, event: str, **more: Any) -> bytes:
+        return self._event(event, output_index=len(self.items) - 1, **more)
 
-    def _event(self, kind: str, **more: Any) -> bytes:
+    def _event(self, event: str, **more: Any) -> bytes:
         self._number += 1
-        kind = f"response.{kind}"
-        return server_sent({"type": kind, "sequence_number": self._number, **more}, kind)
+        event = f"response.{event}"
+        return server_sent({"type": event, "sequence_number": self._number, **more}, event)
 
 
 def _free_text(arguments: str) -> str:
@@ -353,5 +348,5 @@ def _free_text(arguments: str) -> str:
         return arguments
 
 
-RESPONSES = Wire(read, ResponseStream, partial(whole_reply, ResponseStream), openai_error)
+RESPONSES = Wire(read, ResponseReply, openai_error)
 """The protocol of `/v1/responses`."""

@@ -24,16 +24,16 @@ class Turn(Struct):
     content: Any = None
 
 
-def expect(value: Any, kind: type, where: str) -> Any:
+def check_kind(value: Any, kind: type, where: str) -> Any:
     """The value, if it is of a kind; raises RequestError that says where it stands."""
     if not isinstance(value, kind):
         raise RequestError(f"{where} must be a {kind.__name__}, not {value!r}")
     return value
 
 
-def named(part: Object, name: str, kind: type = str) -> Any:
+def field_of(part: Object, name: str, kind: type = str) -> Any:
     """A field that a part of this type has to have; raises RequestError."""
-    return expect(part.get(name), kind, f"{part['type']}: {name}")
+    return check_kind(part.get(name), kind, f"{part['type']}: {name}")
 
 
 def parts_in(content: Any, where: str) -> list[Object]:
@@ -44,7 +44,7 @@ def parts_in(content: Any, where: str) -> list[Object]:
         {"type": "text", "text": part} if isinstance(part, str) else part for part in content
     ]
     for part in parts:
-        expect(expect(part, dict, where).get("type"), str, f"{where}: type")
+        check_kind(check_kind(part, dict, where).get("type"), str, f"{where}: type")
     return parts
 
 
@@ -76,12 +76,6 @@ def _is_part(given: Any) -> bool:
 def leave_out(what: str, kind: Any) -> None:
     """Note in the log that something of a request is not served."""
     logging.info("Left out: a %s of type %s, which is not run here.", what, kind)
-
-
-def function(name: str, description: str | None, parameters: Object | None) -> Object:
-    """A tool as templates take it."""
-    described = {"name": name, "description": description or "", "parameters": parameters or {}}
-    return {"type": "function", "function": described}
 
 
 @dataclass

@@ -15,8 +15,8 @@ import mlx.core as mx
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from specdec_mlx.drafters.thoughts import Thought
-from specdec_mlx.server.forced import is_bare_call, is_forced, reads_calls, tools_for
-from specdec_mlx.server.requests import CallBroken, Ended, Event, Said, TextRequest
+from specdec_mlx.server.forced import is_bare_call, reads_calls
+from specdec_mlx.server.requests import CallBroken, Ended, Event, TextPiece, TextRequest
 from specdec_mlx.server.text.calls import CallReader
 from specdec_mlx.server.text.logprobs import SeenLogprobs, token_logprob
 from specdec_mlx.stop_strings import StopStrings
@@ -79,9 +79,9 @@ class TextState:
         self.ended: str | None = None
         self.num_written = self.num_thought = self.num_calls = self.accepted = 0
         self._tokenizer, self._request = tokenizer, request
-        self._tools = tools_for(request)
+        self._tools = request.offered_tools
         self._is_bare = is_bare_call(request, tokenizer)
-        self._is_forced = is_forced(request)
+        self._is_forced = request.is_forced
         has_schema = request.grammar is not None and not self._is_forced
         is_plain = request.messages is None or has_schema or self._is_bare
         self._has_calls = reads_calls(request, tokenizer)
@@ -158,7 +158,7 @@ class TextState:
             if not self.num_calls and not self._is_cut:
                 events += self._unblank()
                 if rest := self._logprobs.take_rest():
-                    events.append(Said("", logprobs=rest))
+                    events.append(TextPiece("", logprobs=rest))
         if self.num_calls and reason == "stop":
             reason = "tool_calls"
         ended = Ended(
@@ -262,7 +262,7 @@ class TextState:
         if not piece:
             return []
         if self._part == THOUGHT:
-            return [Said(piece, True, self._logprobs.take(start, self._place))]
+            return [TextPiece(piece, True, self._logprobs.take(start, self._place))]
         if self._part == ANSWER:
             waits = self._has_calls and self._blank is not None and piece.isspace()
             self._blank = (self._blank or "") + piece
@@ -280,7 +280,7 @@ class TextState:
         text, self._blank = self._blank, None
         if not text or self._is_forced:
             return []
-        return [Said(text, logprobs=self._logprobs.take(self._place - len(text), self._place))]
+        return [TextPiece(text, logprobs=self._logprobs.take(self._place - len(text), self._place))]
 
     def _begin_call(self, mark: str) -> None:
         is_single = not (self._request.parallel_calls and mark)
@@ -304,7 +304,7 @@ class TextState:
         if call.is_full:
             self._is_cut, self.ended = True, "tool_calls"
         if call.is_broken and (seen := self._logprobs.take(self._call_place, self._place)):
-            events.append(Said("", logprobs=seen))
+            events.append(TextPiece("", logprobs=seen))
         is_call = call.num_whole or call.is_broken
         if is_call and self._part_before_call == THOUGHT:
             # many go on after a call as if its thought had ended; its mark may come yet
