@@ -30,7 +30,7 @@ from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import CombinedSession, Several, context_for
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.duck_typed import as_drafter, begin_session
-from specdec_mlx.lab.papers.ahead import begin_ahead
+from specdec_mlx.lab.papers.draft_ahead import begin_ahead
 from specdec_mlx.lab.papers.tree_drafts import one_hot_rows
 from specdec_mlx.token_ids import to_ids, to_list
 

@@ -26,7 +26,7 @@ from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
 from specdec_mlx.drafters.writing import Parents, WritingSession, way_of_writing
 from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.exactness.probe import first_inexact
-from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
+from specdec_mlx.lab.papers.draft_ahead import begin_ahead, propose_after
 from specdec_mlx.token_ids import to_ids, to_list
 
 

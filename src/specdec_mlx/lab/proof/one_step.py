@@ -1,6 +1,6 @@
 """The exact distribution of one step: what is emitted after a text, whatever was drafted.
 
-Both p and q are those of the user's own models; see `law` for the sum.
+Both p and q are those of the user's own models; see `enumeration` for the sum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_mlx.contracts import AcceptanceRule, rule_for
-from specdec_mlx.lab.proof.law import ByRule, total_variation
+from specdec_mlx.lab.proof.enumeration import ByRule, total_variation
 from specdec_mlx.lab.proof.report import Finding
 from specdec_mlx.lab.proof.subject import Place, Probs, Subject, Work, walk
 from specdec_mlx.rules import CoinRule, capped_ratio, residual

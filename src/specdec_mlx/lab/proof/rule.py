@@ -28,7 +28,7 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.lab.proof.conformance import Conformance
-from specdec_mlx.lab.proof.law import (
+from specdec_mlx.lab.proof.enumeration import (
     Comparison,
     Drawn,
     Tokens,

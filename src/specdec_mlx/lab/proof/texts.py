@@ -19,7 +19,7 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.lab.probing import ProbeReport, near_tie, probe
-from specdec_mlx.lab.proof.law import total_variation
+from specdec_mlx.lab.proof.enumeration import total_variation
 from specdec_mlx.lab.proof.report import Finding, Status
 from specdec_mlx.lab.proof.subject import Subject, Work, first_probs
 from specdec_mlx.token_ids import to_list

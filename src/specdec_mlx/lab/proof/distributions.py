@@ -31,7 +31,7 @@ from specdec_mlx.lab.proof.chi_square import (
     growth_for,
     power,
 )
-from specdec_mlx.lab.proof.law import total_variation as distance
+from specdec_mlx.lab.proof.enumeration import total_variation as distance
 from specdec_mlx.lab.proof.one_step import (
     DRAFT_FAULTS,
     VARIANTS,
