@@ -29,7 +29,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks.heads import openings
 from specdec_mlx.contracts import Decision, Draft, Drafter, Features, Randomness, TargetRows
 from specdec_mlx.draft_length.costs import CURVES
-from specdec_mlx.drafters.heads.drafter import target_ends
+from specdec_mlx.drafters.heads.drafter import anatomy_for_head
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.lab import draft_path, head_path, target_path
 from specdec_mlx.lab.pair import split_topics
@@ -206,7 +206,9 @@ def train_pard(target: nn.Module, tokenizer: Any, folder: Path, seconds: float) 
             yield behind[:, : -1 - i, i], 1 + i
 
     own: Any = {"draft_logits": lambda logits: logits}
-    trainee = Trainee(model, target_ends(target), Features(), {}, predictions, 1 + count, **own)
+    trainee = Trainee(
+        model, anatomy_for_head(target), Features(), {}, predictions, 1 + count, **own
+    )
     text = np.concatenate([tokenizer.encode(text) for text in split_topics()[0]])
     draws, optimizer = np.random.default_rng(0), optim.AdamW(0.0, betas=[0.9, 0.95])
     optimizer.init(model.trainable_parameters())

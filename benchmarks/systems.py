@@ -18,8 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.contracts import Drafter, RoundRecord
 from specdec_mlx.draft_length.value import Fixed
 from specdec_mlx.drafters.first_of import BestOf
-from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.reduced_models import first_layers
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.lab import head, load_pair
 from specdec_mlx.lab.bench.cost import CostCurve, parse_cost

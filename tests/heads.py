@@ -22,7 +22,7 @@ from specdec_mlx.drafters.heads.drafter import (
     DraftVocabulary,
     Head,
     HeadDrafter,
-    target_ends,
+    anatomy_for_head,
 )
 from specdec_mlx.drafters.heads.eagle import FLAGS, Eagle3, eagle1_family
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
@@ -178,7 +178,7 @@ class Shown:
 
 def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
     """Rows of positions, made from the position alone."""
-    ends, made = drafter.head.ends, np.random.default_rng(0)
+    ends, made = drafter.head.anatomy, np.random.default_rng(0)
     values = made.standard_normal((600, NUM_LAYERS + 1, ends.width)).astype(np.float32)
     rows = mx.array(values[start : start + count])
     layers = {layer: rows[:, layer] for layer in range(NUM_LAYERS)}
@@ -210,7 +210,7 @@ def eagle3(ends: Anatomy) -> Head:
     """With a third of the tokens."""
     ids = mx.arange(0, ends.vocab_size, 3)
     head = Eagle3(layer_config(ends), ends, _layers(ends))
-    head.own(logits=len(ids))
+    head.add_weights(logits=len(ids))
     head.vocabulary = DraftVocabulary(ids, ends)
     return head
 
@@ -226,7 +226,7 @@ def eagle3_variants(ends: Anatomy) -> Head:
     layer = layer_config(ends) | {"num_hidden_layers": 2}
     layer |= {"layer_types": ["full_attention", SLIDING], "sliding_window": 5}
     head = Eagle3(layer | dict.fromkeys(FLAGS, True), ends, _layers(ends))
-    head.own(embeddings=ends.vocab_size)
+    head.add_weights(embeddings=ends.vocab_size)
     return head
 
 
@@ -335,7 +335,7 @@ def write_eagle3(folder: Path, target: nn.Module) -> Path:
 def random_head(make: Callable[[Anatomy], Head], target: nn.Module, seed: int = 3) -> Head:
     """A head for a target, as the models of `tiny` are made."""
     mx.random.seed(seed)
-    head = make(target_ends(target))
+    head = make(anatomy_for_head(target))
     head.load_weights(tiny.randomised(head), strict=False)
     mx.eval(head.parameters())
     return head

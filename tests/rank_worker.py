@@ -29,7 +29,7 @@ from scripted import ScriptedSession
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, Features
 from specdec_mlx.drafters.choosing.registry import make_drafter
-from specdec_mlx.drafters.writing import WritingSession
+from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.lab.papers.early_exit import early_exit
 from specdec_mlx.ranks import Ranks

@@ -90,12 +90,12 @@ def test_a_head_beside_the_model_or_in_the_cache_is_taken(head: str, tmp_path: P
         target = write_model_folder(tmp_path / head / own / model)
         found = write(place / head, {**config, "vocab_size": None, "hidden_size": 64})
         choice = choose_for(str(target), where=None if own == "beside" else place)
-        assert choice.found == str(found)
+        assert choice.place == str(found)
         assert choice.lines[0].startswith(f"{head} drafts: ")
         assert choice.lines[0].endswith(f" for {model}.")
     other = write_model_folder(tmp_path / head / "beside" / "Llama-3.2-1B-Instruct-4bit")
     choice = choose_for(str(other))
-    assert choice.found is None
+    assert choice.place is None
     assert "nothing says that it was made for this model" in "".join(choice.lines)
 
 
@@ -112,7 +112,7 @@ def test_each_refusal_is_a_sentence(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "small-2", num_hidden_layers=1, intermediate_size=32)
     choice = choose_for(str(target), where=tmp_path)
     said = "\n".join(choice.lines)
-    assert choice.found == str(small)
+    assert choice.place == str(small)
     assert choice.lines[0] == (
         "small drafts: a small model with the same tokenizer for Qwen3-8B-4bit."
     )
@@ -133,16 +133,16 @@ def test_a_layer_in_the_models_own_folder_drafts_for_it(made_by: str, tmp_path: 
     how, folder = CONVERSIONS[made_by], tmp_path / "Qwen"
     head = heads.write_conversion(folder, **how)
     choice = choose_for(str(folder))
-    assert choice.found == str(folder / how["file"])
+    assert choice.place == str(folder / how["file"])
     (line,) = choice.lines
     assert re.fullmatch(
         r"its own prediction layer drafts: multi-token prediction \(.*\) for Qwen\.", line
     )
     assert "its own prediction layer  multi-token prediction (" in report(str(folder), tmp_path)
-    assert is_head(choice.found)
+    assert is_head(choice.place)
     assert not is_head(folder)  # which may be a draft model for another
     model, tokenizer = mlx_lm.load(str(folder))
-    named, found = (sd.load_head(one, model) for one in (folder, choice.found))
+    named, found = (sd.load_head(one, model) for one in (folder, choice.place))
     expected, loaded = (dict[str, Any](tree_flatten(h.parameters())) for h in (head, named.head))
     assert expected.keys() == loaded.keys()
     assert all(mx.allclose(x, loaded[name], atol=1e-6) for name, x in expected.items())
@@ -159,7 +159,7 @@ def test_a_layer_that_cannot_be_loaded_is_refused(how: Any, words: str, tmp_path
     """In a sentence: by `auto`, which goes on without it, and by `load_head`."""
     heads.write_conversion(tmp_path / "Qwen", "mtp.safetensors", **how)
     choice = choose_for(str(tmp_path / "Qwen"))
-    assert choice.found is None
+    assert choice.place is None
     assert "its own prediction layer is left out: " in choice.lines[1]
     assert words in choice.lines[1]
     with pytest.raises(HeadError, match=re.escape(words)):
@@ -169,10 +169,10 @@ def test_a_layer_that_cannot_be_loaded_is_refused(how: Any, words: str, tmp_path
 def test_nothing_is_fetched_unless_told_to(tmp_path: Path) -> None:
     target = str(write_model_folder(tmp_path / "Qwen3-8B-4bit"))
     choice = choose_for(target)
-    assert choice.found is None
+    assert choice.place is None
     assert "look-up in the text. Known: amd/PARD-Qwen3-0.6B, AngelSlim" in choice.lines[0]
     assert "auto:fetch=true fetches the first" in choice.lines[0]
-    assert choose_for(target, fetch=True).found == "amd/PARD-Qwen3-0.6B"
+    assert choose_for(target, fetch=True).place == "amd/PARD-Qwen3-0.6B"
 
 
 def test_the_text_is_the_models_own_and_the_reason_is_seen(tmp_path: Path, caplog: Any) -> None:

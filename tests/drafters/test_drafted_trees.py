@@ -30,9 +30,9 @@ from specdec_mlx.draft_length.chances import (
     Chances,
     class_of,
 )
-from specdec_mlx.drafters.growing import TreeDraws
+from specdec_mlx.drafters.draft_sources import places_after
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.writing import places_after
+from specdec_mlx.drafters.tree_drafts import TreeDraws
 from specdec_mlx.errors import HeadError
 from specdec_mlx.lab.proof.enumeration import continued, sources
 from specdec_mlx.models.anatomy import StateReader

@@ -33,7 +33,7 @@ from specdec_mlx.drafters.choosing.choice import (
     resolve,
 )
 from specdec_mlx.drafters.choosing.report import heads_lines, report
-from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
+from specdec_mlx.drafters.heads.drafter import DraftVocabulary, anatomy_for_head
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, fused_layers
 from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, MTPHead, one_layer_model
@@ -230,7 +230,7 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
         said = "vocabulary of 97 tokens, and this target has 1000"
         assert said in refused(folder, heads.target(vocab=1000))
     with pytest.raises(ValueError, match="0 to 4, and the target has 4"):
-        DraftVocabulary(mx.array([0, 2, 4]), target_ends(heads.target(vocab=4)))
+        DraftVocabulary(mx.array([0, 2, 4]), anatomy_for_head(heads.target(vocab=4)))
 
 
 def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ SAID_OF_LAYERS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 def test_a_layer_is_made_by_what_the_config_says_of_it(name, depth, changes, expected):
     """Not by what it says of the target's own layers; and it can be run."""
     family, config = FAMILIES[name], tiny.CONFIGS[name] | changes
-    head = MTPHead(family, config, target_ends(tiny.build(name)), depth)
+    head = MTPHead(family, config, anatomy_for_head(tiny.build(name)), depth)
     layers = getattr(one_layer_model(family, config, depth), family.body).layers
     attention, caches = layers[0].get("self_attn", {}), head.make_cache()
     found = {
@@ -456,7 +456,7 @@ def test_the_ends_of_a_target_are_found(name: str) -> None:
     if name == "quantized":
         nn.quantize(model, 32)
     before = {path: type(part) for path, part in model.named_modules()}
-    ends = target_ends(model)
+    ends = anatomy_for_head(model)
     assert {path: type(part) for path, part in model.named_modules()} == before
     assert ends.vocab_size == model(mx.array([[1]])).shape[-1]
     assert ends.num_layers == len(model.layers)

@@ -23,11 +23,11 @@ from selection import each, in_one_test
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters import drawing
+from specdec_mlx.drafters.draft_sources import places_after
 from specdec_mlx.drafters.heads import gemma4_assistant, mtp
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.one_pass import BlockSource, GroupedConvolution, MarkovHead
-from specdec_mlx.drafters.heads.session import Level
-from specdec_mlx.drafters.writing import places_after
+from specdec_mlx.drafters.heads.session import LayerState
 from specdec_mlx.token_ids import to_list
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -137,7 +137,7 @@ def without_scaled_ranks(model: Any) -> None:
 
 def by_the_targets_head(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """Not by that of each layer."""
-    patch.setattr(MTPHead, "logits", lambda self, states: self.ends.logits(self.norm(states)))
+    patch.setattr(MTPHead, "logits", lambda self, states: self.anatomy.logits(self.norm(states)))
 
 
 def drafts_stay(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
@@ -147,12 +147,12 @@ def drafts_stay(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
 
 def tokens_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """A state goes with the token before the one that it should go with."""
-    step = Level.step
+    step = LayerState.step
 
     def wrong(self: Any, states: mx.array, tokens: mx.array) -> mx.array:
         return step(self, states, mx.concatenate([tokens[:1], tokens[:-1]]))
 
-    patch.setattr(Level, "step", wrong)
+    patch.setattr(LayerState, "step", wrong)
 
 
 def context_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
@@ -171,7 +171,9 @@ def position_moves_on(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
 
     def wrong(self: Any, token: mx.array | None, parents: Any = None) -> mx.array:
         if token is not None:
-            self.held = {k: x._replace(offset=x.offset + 1) for k, x in self.held.items()}
+            self.read_caches = {
+                k: x._replace(offset=x.offset + 1) for k, x in self.read_caches.items()
+            }
         return step(self, token)
 
     patch.setattr(gemma4_assistant.AssistantSource, "next_logits", wrong)
@@ -195,10 +197,10 @@ def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array, Any]]) -> C
         step = gemma4_assistant.Gemma4Assistant.step
 
         def wrong(self: Any, state: mx.array, token: mx.array, read: Any) -> Any:
-            ends, scale = self.ends, self.ends.width**0.5
+            ends, scale = self.anatomy, self.anatomy.width**0.5
             state, embedded, read = change(state, ends.embed(token) * scale, read)
             with pytest.MonkeyPatch.context() as inner:
-                inner.setattr(self, "ends", replace(ends, embedding=Given(embedded / scale)))
+                inner.setattr(self, "anatomy", replace(ends, embedding=Given(embedded / scale)))
                 return step(self, state, token, read)
 
         patch.setattr(gemma4_assistant.Gemma4Assistant, "step", wrong)

@@ -39,7 +39,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.value import Model
 from specdec_mlx.drafters.drawing import ChainDraws, Pace, draft_while, truncate
 from specdec_mlx.drafters.heads import session as head_session
-from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter, target_ends
+from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter, anatomy_for_head
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.lab.proof.enumeration import Tokens, state_after
@@ -142,7 +142,7 @@ def test_tokens_outside_of_the_draft_vocabulary_have_no_mass() -> None:
     """And all others do; in another order logits find their places."""
     probs = first_probs(drafter("eagle3"), PROMPT)
     assert [i for i in range(VOCAB) if probs[0, i] > 0] == list(range(0, VOCAB, 3))
-    logits, three = mx.array([[1.0, 2.0, 3.0]]), target_ends(heads.target(vocab=3))
+    logits, three = mx.array([[1.0, 2.0, 3.0]]), anatomy_for_head(heads.target(vocab=3))
     assert DraftVocabulary(mx.array([2, 1, 0]), three).widen(logits).tolist() == [[3, 2, 1]]
 
 
@@ -169,9 +169,9 @@ def test_a_prompt_is_read_when_the_first_token_is_out(
     but the last are read by themselves, of which only keys and values are computed.
     """
     steps: list[int] = []
-    step = head_session.Level.step
+    step = head_session.LayerState.step
     monkeypatch.setattr(
-        head_session.Level, "step", lambda *of: steps.append(of[1].shape[0]) or step(*of)
+        head_session.LayerState, "step", lambda *of: steps.append(of[1].shape[0]) or step(*of)
     )
     length = 500
     shown = Shown(drafter(name), [i % VOCAB for i in range(length)], context(), chunk=512)
@@ -384,7 +384,7 @@ TEXTS = cases((*STOPPING, "early exit"), "qwen3_5", "dflash")
 def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
     """Coupled: a seed's text, greedy: the target's; of fixed lengths, and with coins."""
     one = drafter(kind)
-    model = target() if kind in WHOLE else target(one.head.ends.width)
+    model = target() if kind in WHOLE else target(one.head.anatomy.width)
 
     def text(drafter: Any, length: Any) -> list[int]:
         options = {"rule": "coupled", "seed": 5, "sampler": sd.Sampling(temp=temp)}

@@ -17,7 +17,7 @@ from command_line import run
 from lossless import PROMPT, ROUGH, Case, largest_difference, plain_text, spoken
 from scripted import Recorder
 from selection import cases, in_one_test
-from specdec_mlx.drafters.lighter import first_layers
+from specdec_mlx.drafters.reduced_models import first_layers
 
 RUNS = ("llama", "gemma3_text", "mamba2", "qwen3_next", "falcon_h1", "deepseek_v3", "gpt2")
 """Architectures of every kind; beside them, below, those that are refused."""

@@ -25,9 +25,9 @@ from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import shared_drafts
+from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.shared_drafts import DraftPasses, SharedDrafts, SharedSession
-from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.options import Options
 
 PROMPTS = [[9], [5, 17, 99, 3, 41, 8, 7], [11, 12, 13], [30, 31] * 20]

@@ -34,7 +34,7 @@ from specdec_mlx.draft_length.value import (
     Model,
     make_draft_length,
 )
-from specdec_mlx.drafters.writing import WritingSession
+from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
 from specdec_mlx.lab.bench.replay import replay_text
 from specdec_mlx.lab.bench.timing import Sample

@@ -12,7 +12,7 @@ import pytest
 
 import tiny
 from specdec_mlx.contracts import Features
-from specdec_mlx.drafters.heads.drafter import target_ends
+from specdec_mlx.drafters.heads.drafter import anatomy_for_head
 from specdec_mlx.lab.papers.early_exit import final_norm
 from specdec_mlx.models import anatomy as watching
 from specdec_mlx.models.anatomy import StateReader, anatomy_of, vocab_size_of
@@ -26,8 +26,8 @@ def test_one_pass_is_watched_for_all_that_is_asked_of_a_model(monkeypatch: pytes
     watch = watching.watching
     monkeypatch.setattr(watching, "watching", lambda *about: watched.append(about) or watch(*about))
     model = tiny.build("llama")
-    assert vocab_size_of(model) == target_ends(model).vocab_size
-    assert target_ends(model).embedding is model.model.embed_tokens
+    assert vocab_size_of(model) == anatomy_for_head(model).vocab_size
+    assert anatomy_for_head(model).embedding is model.model.embed_tokens
     assert final_norm(model) is model.model.norm
     tapped = StateReader(model, EVERYTHING)
     assert len(watched) == 1

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.grammar import GrammarProcessor as GrammarProcessor
     from specdec_mlx.drafters.heads.drafter import HeadDrafter as HeadDrafter
     from specdec_mlx.drafters.heads.pard import PardDrafter as PardDrafter
-    from specdec_mlx.drafters.lighter import first_layers as first_layers
+    from specdec_mlx.drafters.reduced_models import first_layers as first_layers
 
 _PLACES = {
     "DraftContext": "specdec_mlx.contracts",
@@ -30,7 +30,7 @@ _PLACES = {
     "PardDrafter": "specdec_mlx.drafters.heads.pard",
     "Tuning": "specdec_mlx.draft_length.store",
     "drafter_names": "specdec_mlx.drafters.choosing.registry",
-    "first_layers": "specdec_mlx.drafters.lighter",
+    "first_layers": "specdec_mlx.drafters.reduced_models",
     "make_drafter": "specdec_mlx.drafters.choosing.registry",
 }
 

@@ -21,6 +21,13 @@ from specdec_mlx.caches import (
     wait_for,
 )
 from specdec_mlx.contracts import DraftContext, Drafter, Session
+from specdec_mlx.drafters.draft_sources import (
+    DraftSource,
+    Parents,
+    WritingSession,
+    check_way_of_writing,
+    way_of_writing,
+)
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import (
@@ -28,13 +35,6 @@ from specdec_mlx.drafters.shared_vocabulary import (
     check_same_tokenizer,
     log_foreign,
     shared_between,
-)
-from specdec_mlx.drafters.writing import (
-    DraftSource,
-    Parents,
-    WritingSession,
-    check_way_of_writing,
-    way_of_writing,
 )
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.models.anatomy import vocab_size_of
@@ -59,7 +59,7 @@ class ModelDrafter(Drafter):
         tokenizers: what to do if they differ. "any" carries drafts over as text, "same" raises
             TokenizerMismatchError with the first difference.
         branches: most tokens at a place. More than one gives trees, if the model has the target's
-            tokenizer (see `drafters.growing`).
+            tokenizer (see `drafters.tree_drafts`).
         on_every_rank: each machine of a target that is spread over several runs the draft model; by
             default the first does, and sends its distributions.
 

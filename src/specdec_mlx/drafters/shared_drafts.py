@@ -16,10 +16,10 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback, wait_for
 from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, FeatureRows, GoesOn, Session
+from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.drawing import ChainDraws, truncate
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter
-from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.exactness.probe import can_hold_rows
 
 

@@ -23,8 +23,8 @@ from specdec_mlx import lab
 from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters.lighter import first_layers as cut
 from specdec_mlx.drafters.model import ModelReader
+from specdec_mlx.drafters.reduced_models import first_layers as cut
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.lab.papers.early_exit import (
     WINDOW,
@@ -181,7 +181,7 @@ def test_what_was_missed_in_a_pause_is_copied_unless_the_target_forgot(size, fed
     """Rows that are fed: the last token, and one that was drafted and not fed."""
     model = tiny.build("qwen2")
     caches = make_prompt_cache(model, max_kv_size=size)
-    held = SimpleNamespace(position=0, keys_values=partial(keys_values_of, caches))
+    held = SimpleNamespace(position=0, rollback=None, keys_values=partial(keys_values_of, caches))
     session: Any = exit_of(model).begin(PROMPT, DraftContext(vocab_size=128, target_caches=held))
 
     def read(tokens: list[int]) -> None:

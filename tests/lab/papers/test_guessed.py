@@ -24,8 +24,8 @@ from selection import cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, GoesOn, Session, Step
+from specdec_mlx.drafters.draft_sources import DraftSource, WritingSession
 from specdec_mlx.drafters.drawing import ChainDraws
-from specdec_mlx.drafters.writing import DraftSource, WritingSession
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.lab.beams.search import copy_of
 from specdec_mlx.lab.papers.vertical_cascade import GuessedSource

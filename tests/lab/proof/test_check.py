@@ -48,7 +48,7 @@ from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.lab.commands import check as check_command
 from specdec_mlx.lab.papers.lossy import Lenient
 from specdec_mlx.lab.probing import ProbeReport, probe
-from specdec_mlx.lab.proof import one_step
+from specdec_mlx.lab.proof import distributions, one_step
 from specdec_mlx.lab.proof import run as run_module
 from specdec_mlx.lab.proof.chi_square import (
     FALSE_ALARM,

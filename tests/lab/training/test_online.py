@@ -21,7 +21,7 @@ from selection import FULL, in_one_test
 from serving import chat, serving, text_of
 from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
-from specdec_mlx.drafters.heads.drafter import target_ends
+from specdec_mlx.drafters.heads.drafter import anatomy_for_head
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM
 from specdec_mlx.lab.training import online
@@ -136,7 +136,7 @@ def test_drawn_texts_keep_the_targets_distribution_while_it_learns(tmp_path, mon
     target, draft, num_texts = (*map(distribution.tiny_llama, (10, 6)), 300)
     module, own = distribution.tiny_llama.__wrapped__(6), {"draft_logits": lambda logits: logits}
     predictions = lambda batch: iter([(module(batch.tokens), 0)])  # noqa: E731
-    trainee = Trainee(module, target_ends(target), Features(), {}, predictions, **own)
+    trainee = Trainee(module, anatomy_for_head(target), Features(), {}, predictions, **own)
     trainer = OnlineTrainer(trainee, target, Bounds(learning_rate=1e-2, updates=1, window=16))
     learning = OnlineDrafter(sd.ModelDrafter(draft), trainer, tmp_path, "float32")
     sampling = distribution.SETTINGS["temperature 1"]

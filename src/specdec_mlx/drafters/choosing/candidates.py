@@ -1,4 +1,4 @@
-"""What can draft for a model here: built-in drafters, and smaller models, read by config alone."""
+"""Find the heads and smaller models that can draft for a model, from their configs."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ from specdec_mlx.models.loading import check_folder, is_path
 from specdec_mlx.stats.theory import best_draft_length, expected_speedup
 
 KNOWN = Path(__file__).with_name("known.txt")
-"""Lines of how a model's name begins, and repositories with heads for it by their authors' word or,
-behind `SMALL`, with a small model for its family."""
+"""Each line has the beginning of a model's name, and repositories whose authors made heads for it.
+Repositories marked with `SMALL` have a small model for its family."""
 SMALL = "~"
 
 CONVERTED = re.compile(
     r"([-_.](mlx|hf|\d+-?bits?|b?f(p|loat)?\d+|int\d|(mx|nv)fp\d|q\d\w*|dwq|awq|gptq|g(s|roup)?\d+|\d{6,8}))*"
 )
-"""Endings of a model's name that stand for a conversion of it."""
+"""Endings of a model's name that mark a conversion of the model."""
 
 
 def known_repositories(model: str, small: bool = False) -> dict[str, str]:
-    """Repositories with a head for a model, by its name -> a note on heads of its relatives.
+    """Repositories with a head for a model, with a note if the head is for a relative of the model.
 
-    small: those of small models that can draft for it instead.
+    With `small`, repositories of small models that can draft for it.
     """
     name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-    found = {}
+    notes = {}
     for beginning, *repositories in map(str.split, KNOWN.read_text("utf-8").splitlines()):
         rest = name.removeprefix(beginning)
+        # qwen3.5 is not qwen3, but llama-3 stands for 3.1 to 3.3 as well.
         is_another = rest[:1].isalnum() or (rest[:1] == "." and beginning != "llama-3")
         if rest == name or is_another:
             continue
@@ -57,26 +58,32 @@ def known_repositories(model: str, small: bool = False) -> dict[str, str]:
             if repository.startswith(SMALL) != small:
                 continue
             of_family = small or "PARD" in repository or CONVERTED.fullmatch(rest)
-            found[repository.removeprefix(SMALL)] = (
+            notes[repository.removeprefix(SMALL)] = (
                 "" if of_family else f", made for {beginning}, not for {name}"
             )
-    return found
+    return notes
 
 
 HEADS_NAME = re.compile(r"mtp|eagle|dflash|dspark|medusa|speculator|assistant|draft")
-"""What the name of a head's repository has after its model's."""
+"""Words that follow the model's name in the name of a head's repository."""
 
 
 ACCEPTANCES = (0.6, 0.8)
-"""Acceptance rates to give an expectation for: what a draft model reaches on most texts."""
+"""Acceptance rates of a draft model on most texts, for which an expectation is printed."""
 
 
 class Candidate(NamedTuple):
-    """A head or a model that can be had, as a drafter for another model.
+    """A head or a model that may draft for a model.
 
-    kind: what it is, in words. place: what to name it by. size: of its weights, bytes. cost: c, of
-    a drafted token in target steps, by size. refusal: the reason why it cannot serve, or None.
-    doubt: the reason why it serves only if it is named, or None. note: what else there is to say.
+    Attributes:
+        name: the name to print.
+        kind: description for people.
+        place: folder or repository, for `--draft-model`.
+        size: bytes of its weights.
+        cost: the paper's c, the time of a drafted token in steps of the target, estimated by size.
+        refusal: the reason that it cannot draft, or None.
+        doubt: the reason that it drafts only if the user names it, or None.
+        note: a remark.
     """
 
     name: str
@@ -89,7 +96,7 @@ class Candidate(NamedTuple):
     note: str = ""
 
     def expectation(self) -> str:
-        """Best draft length and speedup for a few acceptance rates (theorem 3.8), one line."""
+        """Best draft length and speedup for a few acceptance rates (theorem 3.8), as one line."""
         parts = []
         for acceptance in ACCEPTANCES:
             length = best_draft_length(acceptance, self.cost)
@@ -100,48 +107,58 @@ class Candidate(NamedTuple):
 
 
 class FoundModel(NamedTuple):
-    """The draft model of `auto`: its folder or name, None for none, and sentences that say why."""
+    """The draft model that "auto" stands for.
 
-    found: str | None
+    Attributes:
+        place: folder or name of the model, or None.
+        lines: sentences that give the reasons.
+    """
+
+    place: str | None
     lines: list[str]
 
 
 def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) -> FoundModel:
-    """What `--draft-model auto` takes for a model that is here: a head for it, or a small model.
+    """Choose the draft model for `--draft-model auto`: a head for the model, or a small model.
 
-    Looked for in the model's folder, beside it and in the Hugging Face cache, or in `where`; with
-    `fetch` a head that the table of known ones names is fetched if nothing is here. A head that
-    fits by its sizes alone is left out: it may have been trained on another model's states. Raises
-    ModelFolderError.
+    Args:
+        model: folder or name of a model that is here.
+        fetch: fetch a known head if nothing is here.
+        where: folder of model folders, or a Hugging Face cache. By default the model's folder, its
+            neighbours and the default cache.
+
+    Raises:
+        ModelFolderError: the model is not here.
     """
     folder = locate(model)
     cached = [part for part in folder.parts if part.startswith("models--")]
     name = cached[-1].removeprefix("models--").replace("--", "/") if cached else folder.name
-    known = [one for one, note in known_repositories(name).items() if not note]
+    known = [repository for repository, note in known_repositories(name).items() if not note]
     places = [*(() if cached else models_in(folder.parent)), *models_in(where)]
-    others = {place.resolve(): (one, place) for one, place in places}
+    others = {place.resolve(): (model_name, place) for model_name, place in places}
     ways = [*own_layer(folder), *find_heads(name, folder, others.values())]
-    if all(one.refusal or one.doubt for one in ways):
+    # This loads the tokenizer of every model here, so it is left out if there is a head.
+    if all(way.refusal or way.doubt for way in ways):
         ways += find_candidates(str(folder), where)
-    found, lines = None, list[str]()
-    for one in ways:
-        fault = one.refusal or one.doubt or (found and "one is enough")
+    chosen, lines = None, list[str]()
+    for way in ways:
+        fault = way.refusal or way.doubt or (chosen and "one is enough")
         if fault is None:
-            found = one.place
-            lines.insert(0, f"{one.name} drafts: {one.kind} for {name}.")
+            chosen = way.place
+            lines.insert(0, f"{way.name} drafts: {way.kind} for {name}.")
         else:
-            lines.append(f"{one.name} is left out: {fault.rstrip('.')}.")
-    if found is None and known and fetch:
-        found = known[0]
-        lines.insert(0, f"{found} drafts: fetched, as known for {name}.")
-    if found is None:
+            lines.append(f"{way.name} is left out: {fault.rstrip('.')}.")
+    if chosen is None and known and fetch:
+        chosen = known[0]
+        lines.insert(0, f"{chosen} drafts: fetched, as known for {name}.")
+    if chosen is None:
         more = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
         lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{more}")
-    return FoundModel(found, lines)
+    return FoundModel(chosen, lines)
 
 
 def own_layer(folder: Path) -> list[Candidate]:
-    """The prediction layer of a model, by its folder; nothing for a family without any."""
+    """The prediction layer of the model in a folder, as a list of at most one candidate."""
     config = config_of(folder)
     name, kind = "its own prediction layer", formats()["mtp"].label
     if (other := of_type(config, OTHER_FORMULAS)) is not None:
@@ -152,6 +169,7 @@ def own_layer(folder: Path) -> list[Candidate]:
         files = HeadFiles(folder)
         if files.own_layers():
             return [Candidate(name, kind, str(folder / str(files.list_file)), note="here")]
+        # mlx-lm's conversions drop the layer, and the original repository has it.
         fault = refusal(files) if files.is_apart else "to be fetched from its original repository"
     except HeadError as error:
         fault = str(error)
@@ -161,7 +179,13 @@ def own_layer(folder: Path) -> list[Candidate]:
 def find_heads(
     model: str, folder: Path | None, places: Iterable[tuple[str, Path]]
 ) -> list[Candidate]:
-    """The heads among places, with their names, for a model; folder: its own, which is left out."""
+    """The heads for a model among these places.
+
+    Args:
+        model: name of the model.
+        folder: folder of the model, which is left out.
+        places: name and folder of each possible head.
+    """
     target, known, heads = (
         {} if folder is None else config_of(folder),
         known_repositories(model),
@@ -171,6 +195,7 @@ def find_heads(
         if is_head(place) and (folder is None or not place.samefile(folder)):
             config = config_of(place)
             kind = formats()[kind_of(config) or "mtp"].label
+            # A head that fits by its sizes only may have been trained on another model's states.
             doubt = "nothing says that it was made for this model; name it to take it"
             heads.append(
                 Candidate(
@@ -186,18 +211,17 @@ def find_heads(
 
 
 def _is_for(head: str, model: str) -> bool:
-    """True if a head's name says that it is made for a model, or the table does."""
-    own, other = (one.rpartition("/")[2].lower() for one in (model, head))
+    model_name, head_name = (place.rpartition("/")[2].lower() for place in (model, head))
     known = known_repositories(model).items()
-    if other in (one.rpartition("/")[2].lower() for one, note in known if not note):
+    if head_name in (place.rpartition("/")[2].lower() for place, note in known if not note):
         return True
-    ends = [i for i in range(len(own) + 1) if CONVERTED.fullmatch(own[i:])]
-    base = own[: ends[0]]
-    return other.startswith(base) and bool(HEADS_NAME.search(other[len(base) :]))
+    starts = (i for i in range(len(model_name) + 1) if CONVERTED.fullmatch(model_name[i:]))
+    base = model_name[: next(starts)]
+    return head_name.startswith(base) and bool(HEADS_NAME.search(head_name[len(base) :]))
 
 
 def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
-    """Why a head cannot serve a target, by their configs; None if it can."""
+    """The reason that a head cannot draft for a target, from their configs, or None."""
     if not formats()[kind_of(config) or "mtp"].loads:
         return "cannot be loaded yet"
     try:
@@ -205,6 +229,7 @@ def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
         widths = {width_read(config), model.get("hidden_size")} - {None}
         sizes = [part.get("vocab_size") for part in (text_part(config), model)]
         vocabularies = [size for size in sizes if size is not None]
+        # Padding makes vocabularies of one tokenizer differ by a few hundred ids.
         if vocabularies and max(vocabularies) - min(vocabularies) > VOCABULARY_MARGIN:
             return "another vocabulary"
     except (AttributeError, TypeError):
@@ -216,9 +241,11 @@ def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
 
 
 def find_candidates(model: str, where: Path | None = None) -> list[Candidate]:
-    """The models that can draft for `model`, the cheapest first, and those that cannot.
+    """The models that can draft for `model`, cheapest first, and then the models that cannot.
 
-    Looked for in a folder of model folders, or a Hugging Face cache; None: the default cache.
+    Args:
+        model: folder or name of a model that is here.
+        where: folder of model folders, or a Hugging Face cache. None is the default cache.
     """
     target = locate(model)
     size, tokenizer = weight_bytes(target), load_tokenizer(target)
@@ -231,7 +258,7 @@ def find_candidates(model: str, where: Path | None = None) -> list[Candidate]:
 
 
 def locate(model: str) -> Path:
-    """The folder of a model that is here; raises ModelFolderError for one that is not."""
+    """The folder of a model that is here. Raises ModelFolderError."""
     folder = Path(model).expanduser()
     if not folder.exists():
         config = None if is_path(model) else try_to_load_from_cache(model, "config.json")
@@ -246,7 +273,7 @@ def locate(model: str) -> Path:
 
 
 def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
-    """Name and folder of each model in the Hugging Face cache, or in a folder."""
+    """Name and folder of each model in a folder, or in the Hugging Face cache."""
     if where is not None and not where.is_dir():
         raise ModelFolderError(f"There is no folder {where}. Give one that holds model folders.")
     if where is not None and not any(where.glob("models--*")):
@@ -264,7 +291,6 @@ def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Size of a model's weights in bytes."""
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
 
 
@@ -280,6 +306,7 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
             refusal = "not smaller"
         else:
             shared = shared_between(target_tokenizer, load_tokenizer(folder))
+            # With another tokenizer, a token of the target may take several draft tokens.
             steps = 1.0 if shared is None else shared.draft_tokens_per_token
             cost = steps * size / target_size
             pays = best_draft_length(ACCEPTANCES[0], cost) > 0
@@ -294,7 +321,7 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
             )
     except TokenizerMismatchError as error:
         refusal = f"another tokenizer: {error}"
-    # of transformers, tokenizers or the file system: anything at all
+    # transformers, tokenizers and the file system may raise anything.
     except Exception as error:
         refusal = f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
     return Candidate(name, size=size, refusal=refusal)

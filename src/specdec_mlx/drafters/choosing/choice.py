@@ -1,8 +1,8 @@
-"""From what a user gives to a drafter: the one place that decides who drafts.
+"""Turns the user's choice of drafters and draft models into one drafter.
 
 A user gives a drafter, the name of one with options, a loaded model, or the folder or Hugging Face
 repository of a model or of a trained head. Several of them compete for each draft. A draft model
-that is given besides competes with them, unless one of the drafters is made of it, as "model" and
+that is given as well competes with them, unless one of the drafters is made of it, as "model" and
 "cascade" are.
 """
 
@@ -34,7 +34,7 @@ from specdec_mlx.drafters.choosing.registry import (
 )
 from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, named_head
-from specdec_mlx.drafters.lighter import first_layers
+from specdec_mlx.drafters.reduced_models import first_layers
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.errors import DraftModelError, HeadError
@@ -48,9 +48,11 @@ model or of a head, or a list of these; None for plain decoding."""
 
 @dataclass
 class DraftModel:
-    """A loaded model, or the folder or Hugging Face repository of a model or of a trained head.
+    """A draft model or a trained head, which is loaded once.
 
-    A model that is named is loaded once. layers: draft with its first layers only.
+    Attributes:
+        name: a loaded model, or the folder or Hugging Face repository of a model or a head.
+        layers: draft with this number of the model's first layers.
     """
 
     name: Any = None
@@ -58,17 +60,15 @@ class DraftModel:
 
     @property
     def flags(self) -> dict[str, str]:
-        """What makes it lighter, by the flag that asks for it."""
         return {} if self.layers is None else {"--draft-layers": str(self.layers)}
 
     @cached_property
     def is_head(self) -> bool:
-        """True for a trained head."""
         return isinstance(self.name, str | Path) and is_head(self.name)
 
     @cached_property
     def pair(self) -> tuple[Any, Any]:
-        """The draft model and its tokenizer, None where it is not known; no model for a head."""
+        """The draft model and its tokenizer, or None where unknown. A head has no model."""
         if self.is_head or not isinstance(self.name, str | Path):
             return (None if self.is_head else self.name), None
         model, tokenizer = load_model(self.name)
@@ -78,15 +78,22 @@ class DraftModel:
         return model, tokenizer
 
     def forget(self) -> None:
-        """Free a model that was loaded by its name; it is loaded again when it is asked for."""
+        """Free a model that was loaded by its name. The next use loads it again."""
         if isinstance(self.name, str | Path):
             self.__dict__.pop("pair", None)
 
     def make(self, spec: str = MODEL_DRAFTER, target: nn.Module | None = None) -> Drafter | None:
-        """The drafter of a name that stands for this model, for a target, which a head needs.
+        """Make the drafter of a name, such as "model", with this model.
 
-        Raises ValueError as `make_drafter`, and ModelFolderError, HeadError and DraftModelError for
-        what the name or a flag cannot be.
+        Args:
+            spec: name of a drafter, with options.
+            target: the loaded target, which a head needs.
+
+        Raises:
+            ModelFolderError: the model cannot be found.
+            HeadError: the head cannot be loaded, or there is no target.
+            DraftModelError: an option does not fit this kind of model.
+            ValueError: as in `make_drafter`.
         """
         if not self.is_head:
             model, tokenizer = self.pair
@@ -101,6 +108,7 @@ class DraftModel:
                 "--draft-layers: --draft-model is a trained head, which has no layers to leave "
                 "out. Leave the flag out."
             )
+        # A name such as "cascade" takes the head as its part.
         is_alone = name_in(spec) == MODEL_DRAFTER
         head = named_head(spec if is_alone else MODEL_DRAFTER, self.name, target)
         return head if is_alone else make_drafter(spec, draft_model=head)
@@ -108,11 +116,13 @@ class DraftModel:
 
 @dataclass(frozen=True)
 class DrafterChoice:
-    """A user's choice of what drafts.
+    """A user's choice of drafters.
 
-    drafters: what competes; ("auto",) is the default, () is none. model: a draft model besides.
-    memory: for the drafters that take one. learner: (target, spec) -> the drafter of a model that
-    learns on; None: it does not.
+    Attributes:
+        drafters: the drafters, which compete. ("auto",) is the default, and () is plain decoding.
+        model: a draft model, which competes with them.
+        memory: for the drafters that take one.
+        learner: makes a drafter that keeps learning, from a target and a spec, or None.
     """
 
     drafters: Sequence[Any] = (DEFAULT_DRAFTER,)
@@ -122,35 +132,34 @@ class DrafterChoice:
 
     @property
     def ordered(self) -> list[Any]:
-        """All that draft, the draft model the last unless it is named among them."""
-        given = [one for one in self.drafters if one is not None and one != NO_DRAFTER]
-        return given if self.model.name is None or self.names_model else [*given, MODEL_DRAFTER]
+        drafters = [one for one in self.drafters if one is not None and one != NO_DRAFTER]
+        is_complete = self.model.name is None or self.names_model
+        return drafters if is_complete else [*drafters, MODEL_DRAFTER]
 
     @property
     def names_model(self) -> bool:
-        """True if one of the drafters is made of the draft model."""
         return any(isinstance(one, str) and takes_model(name_in(one)) for one in self.drafters)
 
     @property
     def waits_for_target(self) -> bool:
-        """True if one of the models may be a trained head, which is made for a target."""
+        """True if one of the models may be a head, which needs a loaded target."""
         return self.model.is_head or any(map(is_place_of_model, self.drafters))
 
     def resolve(self, target: nn.Module | None = None) -> Drafter | None:
-        """The drafter, for a target, which trained heads need; None for plain decoding."""
+        """Make the drafter for a target, or None for plain decoding."""
         return best_of([self.make(one, target) for one in self.ordered])
 
     def make(
         self, one: Any, target: nn.Module | None = None, memory: Memory | None = None
     ) -> Drafter | None:
-        """One of the drafters; memory: in place of the choice's own."""
+        """Make one of the drafters. `memory` replaces the choice's own."""
         memory = self.memory if memory is None else memory
         if one == DEFAULT_DRAFTER:
             return SuffixDrafter(memory)
         if isinstance(one, nn.Module | Path) or (isinstance(one, str) and is_place_of_model(one)):
             return DraftModel(one).make(target=target)
         if not isinstance(one, str):
-            drafter: Drafter = as_drafter(one)
+            drafter: Drafter = one if isinstance(one, Drafter) else as_drafter(one)
             return drafter
         if not takes_model(name := name_in(one)):
             takes_it = memory is not None and takes(name, "memory")
@@ -158,8 +167,8 @@ class DrafterChoice:
         return self.learner(target, one) if self.learner else self.model.make(one, target)
 
     def each(self) -> dict[str, DrafterChoice]:
-        """The choice of each named drafter alone, as benchmarks compare them, around one model."""
-        # where a name stands for it
+        """A choice for each named drafter, as benchmarks compare them, around one model."""
+        # If a name stands for the draft model, the other names are compared without it.
         others = DraftModel() if self.names_model else self.model
         return {
             spec: replace(
@@ -171,39 +180,40 @@ class DrafterChoice:
 
 
 def best_of(drafters: Iterable[Drafter | None]) -> Drafter | None:
-    """The drafters as one, for each draft of which they compete; None if there is none."""
-    some = [drafter for drafter in drafters if drafter is not None]
-    return BestOf(*some) if len(some) > 1 else next(iter(some), None)
+    """One drafter in which these compete, or None if there are none."""
+    present = [drafter for drafter in drafters if drafter is not None]
+    return BestOf(*present) if len(present) > 1 else next(iter(present), None)
 
 
 def is_place_of_model(one: Any) -> bool:
-    """True for the folder or repository of a model or a head, False for a drafter's name."""
+    """True for the folder or repository of a model, False for a drafter's name."""
     is_name = isinstance(one, str) and name_in(one) in drafter_names()
     return isinstance(one, str | Path) and not is_name and is_place(str(one))
 
 
 def waits_for_model(one: Any) -> bool:
-    """True for a drafter that is made of a model, by the name of the drafter or of the model."""
+    """True for a drafter that needs a model, by the name of the drafter or of the model."""
     return isinstance(one, str) and (takes_model(name_in(one)) or is_place_of_model(one))
 
 
 def resolve(
     drafter: Any, draft_model: Any = None, target: nn.Module | None = None, tokenizer: Any = None
 ) -> Drafter | None:
-    """The drafter that Python's two arguments name; None for plain decoding.
+    """The drafter for Python's arguments `drafter` and `draft_model`, or None for plain decoding.
 
     Args:
-        drafter: a drafter, the name of one with options, a loaded model, the folder or Hugging Face
-            repository of a model or of a head, or a list of these, which compete.
-        draft_model: a loaded model, which competes with them; "auto" for what is found here for the
-            model that the tokenizer was loaded with, see `candidates.choose_for`.
+        drafter: a drafter, the name of a drafter with options, a loaded model, the folder or
+            Hugging Face repository of a model or of a head, or a list of these, which compete.
+        draft_model: a loaded model, which competes with them. "auto" stands for a model on this
+            machine (see `candidates.choose_for`) that fits the model of the tokenizer.
         target: the model to draft for, which heads need.
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
 
     Raises:
         UnknownNameError: no drafter has this name, and it is no place of a model.
-        ModelFolderError, HeadError: a model is not there, or a head does not fit the target.
-        ValueError: for anything else.
+        ModelFolderError: a model is not there.
+        HeadError: a head does not fit the target.
+        ValueError: another value is wrong.
     """
     place, log = getattr(tokenizer, "name_or_path", ""), logging.getLogger(__name__)
     if isinstance(draft_model, str | Path) and name_in(str(draft_model)) != AUTO:
@@ -213,35 +223,41 @@ def resolve(
         instead = "a loaded model: of mlx_lm.load(...) the first. A drafter is given as drafter="
         raise argument_error("draft_model", draft_model, instead)
     drafters = drafter if isinstance(drafter, list) else [drafter]
-    model = DraftModel(found_for(place, draft_model, log.warning))
+    model = DraftModel(resolve_auto(place, draft_model, log.warning))
     return DrafterChoice(drafters, model).resolve(target)
 
 
-def found_for(model: str | None, given: Any, say: Callable[[str], object]) -> Any:
-    """What was given for a draft model; for "auto" what fits a model of this name or folder.
+def resolve_auto(model: str | None, draft_model: Any, say: Callable[[str], object]) -> Any:
+    """The draft model, or the model that "auto" stands for, or None if nothing fits.
 
-    `say` is told why; None where nothing fits. Raises ModelFolderError for a model that is not
-    here, ValueError where none is named, or for an option of the spec that there is not.
+    Args:
+        model: name or folder of the target.
+        draft_model: the user's draft model, or "auto" with options.
+        say: called with each reason for the choice.
+
+    Raises:
+        ModelFolderError: the target is not here.
+        ValueError: the target has no name, or an option is unknown.
     """
-    if not isinstance(given, str) or name_in(given) != AUTO:
-        return given
+    if not isinstance(draft_model, str) or name_in(draft_model) != AUTO:
+        return draft_model
     from specdec_mlx.drafters.choosing.candidates import choose_for
 
     if not model:
         raise ValueError(f"Draft model {AUTO!r}: what it is for has no name. Name a draft model.")
-    choice = make_with("draft model", AUTO, partial(choose_for, model), split_spec(given)[1])
+    choice = make_with("draft model", AUTO, partial(choose_for, model), split_spec(draft_model)[1])
     for line in choice.lines:
         say(f"specdec_mlx: {line}")
-    return choice.found
+    return choice.place
 
 
 def named_model(arguments: argparse.Namespace) -> DraftModel:
-    """The draft model of a command's flags; DraftModelError where none is named to be lightened.
+    """The draft model of a command's flags. "auto" in the flags is replaced by the model's name.
 
-    `--draft-model auto` becomes the name of what was found.
+    Raises DraftModelError for options of a draft model without a draft model.
     """
     target, say = getattr(arguments, "model", None), partial(print, file=sys.stderr)
-    arguments.draft_model = found_for(target, arguments.draft_model, say)
+    arguments.draft_model = resolve_auto(target, arguments.draft_model, say)
     model = DraftModel(arguments.draft_model, arguments.draft_layers)
     if model.flags and not arguments.draft_model:
         raise DraftModelError(f"{', '.join(model.flags)}: give --draft-model MODEL as well.")

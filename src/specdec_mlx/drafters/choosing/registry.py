@@ -2,8 +2,8 @@
 
 A package that declares `my-drafter = "my_package:MyDrafter"` there gives its drafter a name in
 `make_drafter`, on the command line and in requests to the server. A drafter with an argument
-`model` gets the draft model. A built-in name stays with the built-in drafter, any other with the
-first package by name.
+`model` gets the draft model. Built-in names cannot be replaced. If two
+packages use a name, the first package in alphabetical order gets it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from specdec_mlx.duck_typed import as_drafter
 
 
 def drafter_names() -> list[str]:
-    """Names that `make_drafter` knows, "none" and those of installed packages included."""
+    """Names that `make_drafter` knows, with "none" and the names of installed packages."""
     return sorted({*_entries(), NO_DRAFTER})
 
 
 def describe_drafters(with_model: bool = True) -> dict[str, str]:
-    """The first line of each drafter's docstring, by name; with those that need a draft model."""
+    """First line of each drafter's docstring. `with_model` includes drafters that need a model."""
     texts = {NO_DRAFTER: "Plain decoding."} if with_model else {}
     for name, entry in sorted(_entries().items()):
         if not with_model and takes_model(name):
             continue
         try:
             texts[name] = ((entry.load().__doc__ or "").strip().splitlines() or [""])[0]
-        except Exception as error:  # somebody's package, which breaks only itself
+        except Exception as error:  # another package's fault, which affects only its drafter
             texts[name] = f"cannot be loaded: {error}"
     return texts
 
@@ -49,26 +49,27 @@ def make_drafter(
     draft_tokenizer: Any = None,
     **options: Any,
 ) -> Drafter | None:
-    """Drafter of a name, with options: `make_drafter("ngram:max_order=3,num_draft=8")`.
+    """Make a drafter by its name, with options: `make_drafter("ngram:max_order=3,num_draft=8")`.
 
     Args:
-        spec: NAME or NAME:key=value,...; values are numbers, true, false or none, else text. None
-            comes of the name "none", which is plain decoding.
-        draft_model: the model of the names that `takes_model`; other names need none.
-        draft_tokenizer: the draft model's, to be compared with the target's.
+        spec: NAME or NAME:key=value,... Values are numbers, true, false or none, or else text.
+            The name "none" stands for plain decoding and gives None.
+        draft_model: the model, for drafters that need one (see `takes_model`).
+        draft_tokenizer: the draft model's tokenizer, which is compared with the target's.
         options: more options, as keywords.
 
     Raises:
         UnknownNameError: no drafter has this name.
-        ValueError: an option that the drafter does not take, or one of these without a model.
+        ValueError: an unknown option, or a drafter that needs a model without a model.
         MissingPackageError: the package that brings the drafter cannot be imported.
     """
-    name, given = split_spec(spec)
+    name, typed = split_spec(spec)
     if name not in drafter_names():
-        _entries.cache_clear()  # it may have been installed a moment ago
+        # A package may have been installed since.
+        _entries.cache_clear()
     if name not in drafter_names():
         raise unknown("drafter", name, drafter_names(), PLACES)
-    options = given | options
+    options = typed | options
     if name == NO_DRAFTER:
         if options:
             raise ValueError(f"Drafter {spec!r}: {NO_DRAFTER} takes no options.")
@@ -87,16 +88,15 @@ def make_drafter(
 
 
 def takes(name: str, argument: str) -> bool:
-    """True for the name of a drafter with such an argument: `model`, or `memory`."""
+    """True if the drafter of this name has an argument, such as `model` or `memory`."""
     entry = _entries().get(name)
     try:
         return entry is not None and argument in inspect.signature(entry.load()).parameters
-    except Exception:  # somebody's package; who asks for this drafter is told
+    except Exception:  # another package's fault; `make_drafter` reports it
         return False
 
 
 def takes_model(name: str) -> bool:
-    """True for the name of a drafter with a draft model, or a trained head, as its `model`."""
     return takes(name, "model")
 
 

@@ -1,4 +1,4 @@
-"""`specdec-mlx drafters --model M`: what to expect here, and what to take for M, heads first."""
+"""`specdec-mlx drafters --model M`: the expected gain on this chip, and the drafters for M."""
 
 from __future__ import annotations
 
@@ -26,20 +26,18 @@ from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.models.loading import is_path
 
 GAINS = Path(__file__).with_name("gains.tsv")
-"""Lines of a chip's curve, and what to expect with it, as docs/generate_gains.py writes them."""
+"""Each line has the name of a chip's curve and the expected gain (see docs/generate_gains.py)."""
 USUAL: Config = {"bits": 4}
-"""Weights of a model that is not here: what most people fetch."""
+"""Assumed weights of a model that is not here: most people fetch 4 bits."""
 
 
 def report(model: str, where: Path | None = None) -> str:
-    """All that can draft for a model, for people to read; by its name alone if it is not here.
-
-    Raises ModelFolderError for a path that holds no model.
-    """
+    """All drafters for a model, as a text. Raises ModelFolderError for a path without a model."""
     try:
         folder: Path | None = locate(model)
         missing = ""
     except ModelFolderError as error:
+        # A name without a model here still has known heads, and a wrong path is a mistake.
         if is_path(model) or Path(model).exists():
             raise
         folder, missing = None, str(error)
@@ -72,7 +70,7 @@ def report(model: str, where: Path | None = None) -> str:
 
 
 def _expectation(config: Config) -> str:
-    """The chip, and how much sooner each kind of text is written on it with weights like these."""
+    """The chip, and the expected gain of each kind of text for weights like these."""
     packed = config.get("quantization") or ({} if config else USUAL)
     bits, mode = packed.get("bits"), packed.get("mode", "affine")
     kind = "float" if bits is None else f"{bits} {mode}"
@@ -81,41 +79,39 @@ def _expectation(config: Config) -> str:
     name = curve_for("experts" if has_experts else kind)[0]
     known = dict(line.split("\t") for line in GAINS.read_text("utf-8").splitlines())
     chip = mx.device_info().get("device_name", mx.default_device())
-    told = known.get(name, "nobody has measured it; try `specdec-mlx bench`")
-    return f"{chip}, {weights} weights{', experts' * has_experts}: {told}."
+    expectation = known.get(name, "nobody has measured it; try `specdec-mlx bench`")
+    return f"{chip}, {weights} weights{', experts' * has_experts}: {expectation}."
 
 
 def heads_lines(
     model: str, folder: Path | None, places: Iterable[tuple[str, Path]] = ()
 ) -> list[str]:
-    """Heads for a model, each with its command; places: of possible heads, with their names."""
-    own = [] if folder is None else own_layer(folder)
-    heads = [*own, *find_heads(model, folder, places), *fetched(model)]
+    """Heads for a model, each with its command. `places` has names and folders of heads."""
+    layers = [] if folder is None else own_layer(folder)
+    heads = [*layers, *find_heads(model, folder, places), *fetched(model)]
     heads.sort(key=lambda one: one.refusal is not None)
     return [f"Trained heads for {model} (--draft-model):", *_lines(model, heads)] if heads else []
 
 
 def fetched(model: str, *, small: bool = False) -> list[Candidate]:
-    """The heads that are known for a model by its name, or small models, to be fetched."""
+    """Known heads for a model, or known small models, that can be fetched."""
     known = known_repositories(model, small)
     return [Candidate(name, "to be fetched" + note, name) for name, note in known.items()]
 
 
 def _lines(model: str, candidates: Iterable[Candidate]) -> list[str]:
-    """Each candidate, and the command to paste where it can serve."""
     lines = []
-    for one in candidates:
-        said = (one.kind, one.refusal or one.note or one.doubt)
-        lines.append(f"  {one.name}  {', '.join(filter(None, said))}")
-        if one.cost:
-            lines.append(f"    {one.expectation()}")
-        if one.refusal is None:
-            lines.append(_command(model, one.place))
+    for candidate in candidates:
+        remarks = (candidate.kind, candidate.refusal or candidate.note or candidate.doubt)
+        lines.append(f"  {candidate.name}  {', '.join(filter(None, remarks))}")
+        if candidate.cost:
+            lines.append(f"    {candidate.expectation()}")
+        if candidate.refusal is None:
+            lines.append(_command(model, candidate.place))
     return lines
 
 
 def _command(model: str, draft: str | None = None) -> str:
-    """The command to paste."""
     drafting = "" if draft is None else f" --draft-model {draft}"
     return f'    specdec-mlx generate --model {model}{drafting} --prompt "..."'
 

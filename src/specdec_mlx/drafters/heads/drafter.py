@@ -1,4 +1,4 @@
-"""A trained head as a drafter, and the ends of its target that it shares."""
+"""A trained head as a drafter, and the parts of the target that it shares."""
 
 from __future__ import annotations
 
@@ -14,55 +14,60 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, Features, Session
+from specdec_mlx.drafters.draft_sources import WritingSession, check_way_of_writing, way_of_writing
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import RecurrentSource
-from specdec_mlx.drafters.lighter import HEADS, some_rows
-from specdec_mlx.drafters.writing import WritingSession, check_way_of_writing, way_of_writing
+from specdec_mlx.drafters.reduced_models import HEADS, some_rows
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import Anatomy, anatomy_of
 
 
 class DraftVocabulary:
-    """The target's tokens that the Vd rows of a head stand for; ids: [Vd]."""
+    """The tokens [Vd] of the target that a head can propose. Raises ValueError for ids beyond V.
 
-    def __init__(self, ids: mx.array, ends: Anatomy) -> None:
-        """Raise ValueError for ids beyond V."""
-        self.ids, self.ends = ids.astype(mx.int32), ends
-        low, high, size = int(ids.min()), int(ids.max()), ends.vocab_size
+    Attributes:
+        ids: id in the target's vocabulary of each row of the head's logits.
+        anatomy: parts of the target.
+        head: the target's head with these rows only, or None if its rows cannot be taken.
+    """
+
+    def __init__(self, ids: mx.array, anatomy: Anatomy) -> None:
+        self.ids, self.anatomy = ids.astype(mx.int32), anatomy
+        low, high, size = int(ids.min()), int(ids.max()), anatomy.vocab_size
         if low < 0 or high >= size:
             raise ValueError(f"d2t names tokens {low} to {high}, and the target has {size}")
-        head = ends.head_tap().module
-        # of other modules it is not known how to take rows
+        head = anatomy.head_tap().module
+        # A module of another class may keep its rows in another layout. The full logits are
+        # computed then, and `logits` selects from them.
         self.head = some_rows(head, ids) if isinstance(head, HEADS) else None
 
     def logits(self, states: mx.array) -> Any:
-        """Logits [..., Vd] of the target's head for the head's input [..., D]."""
+        """Logits [..., Vd] from the input [..., D] of the target's head."""
         if self.head is None:
-            return self.ends.logits(states)[..., self.ids]
+            return self.anatomy.logits(states)[..., self.ids]
         return getattr(self.head, "as_linear", self.head)(states)
 
     def widen(self, logits: mx.array) -> mx.array:
-        """Logits [n, V] from [n, Vd]: -inf for tokens that the head cannot propose."""
+        """Logits [n, V] from [n, Vd]. Tokens that the head cannot propose get -inf."""
         ids = mx.broadcast_to(self.ids, logits.shape)
-        return spread(logits, ids, self.ends.vocab_size)
+        return spread(logits, ids, self.anatomy.vocab_size)
 
 
 def spread(logits: mx.array, ids: mx.array, vocab_size: int) -> mx.array:
-    """Logits [n, V] from those [n, k] of tokens [n, k]: -inf for all others."""
+    """Logits [n, V] from the logits [n, k] of tokens [n, k]. All other tokens get -inf."""
     wide = mx.full((logits.shape[0], vocab_size), -mx.inf, logits.dtype)
     return mx.put_along_axis(wide, ids, logits, axis=-1)
 
 
 def within(ids: mx.array, table: mx.array) -> mx.array:
-    """Ids of rows of a table, the last for those beyond: targets pad their vocabularies.
-
-    MLX does not check bounds.
-    """
+    """Limit ids to the rows of a table."""
+    # MLX does not check bounds. Targets pad their vocabularies, so an id may be beyond the head's
+    # table.
     return mx.minimum(ids, table.shape[0] - 1)
 
 
-def target_ends(model: nn.Module) -> Anatomy:
-    """The parts of a loaded model; HeadError without embedding and head, which a head shares."""
+def anatomy_for_head(model: nn.Module) -> Anatomy:
+    """The parts of a target. Raises HeadError without an embedding and a head to share."""
     anatomy = anatomy_of(model)
     if anatomy.embedding is None or isinstance(anatomy.head, str):
         missing = "embeds its tokens" if anatomy.embedding is None else "makes its logits"
@@ -77,104 +82,116 @@ Config = Mapping[str, Any]  # of a head or a target: a config.json, or a part of
 
 
 class Head(nn.Module):  # type: ignore[misc]
-    """A head's weights, and how they are run.
+    """The weights of a trained head, and the way to run them.
 
-    grows_trees: it can draft trees. levels: its layers, where it drafts token by token. vocabulary:
-    tokens of its logits, None for the target's. width: of its own states. pre_norm: it reads the
-    state before the final norm.
+    Attributes:
+        kind: name of the format, for messages.
+        source: class that follows a text with this head.
+        grows_trees: the head can draft trees.
+        levels: layers of a head that drafts token by token.
+        anatomy: parts of the target.
+        width: numbers in one of the head's own states.
+        vocabulary: tokens of its logits, or None for the target's vocabulary.
+        pre_norm: the head reads the target's state before the final norm.
     """
 
     kind = ""
     source: type[Any]
     grows_trees = True
     levels: Sequence[RecurrentHead] = ()
-    ends: Anatomy
+    anatomy: Anatomy
     width: int
     vocabulary: DraftVocabulary | None = None
     pre_norm = False
 
-    def own(self, embeddings: int = 0, logits: int = 0, tokens: mx.array | None = None) -> None:
-        """Give it an embedding, or a matrix that makes its logits, of so many rows; 0 for none.
+    def add_weights(
+        self, embeddings: int = 0, logits: int = 0, tokens: mx.array | None = None
+    ) -> None:
+        """Give the head an embedding, a matrix for its logits, or a draft vocabulary.
 
-        tokens: [Vd] that its logits are of, None for the target's; ValueError for ids beyond V.
+        Args:
+            embeddings: rows of the embedding, 0 for the target's embedding.
+            logits: rows of the matrix, 0 for the target's head.
+            tokens: ids [Vd] of the draft vocabulary, None for the target's vocabulary. Ids beyond V
+                raise ValueError.
         """
         if embeddings:
             self.embed_tokens = nn.Embedding(embeddings, self.width)
         if logits:
             self.lm_head = nn.Linear(self.width, logits, bias=False)
         if tokens is not None:
-            self.vocabulary = DraftVocabulary(tokens, self.ends)
+            self.vocabulary = DraftVocabulary(tokens, self.anatomy)
 
     def read_state(self, *, before_norm: bool) -> None:
-        """Read the target's state before its final norm, or after it."""
         self.pre_norm = before_norm
 
     @property
     def features(self) -> Features:
-        """States of the target that it reads: the input of its head, or of its final norm."""
-        last = self.ends.num_layers - 1
+        last = self.anatomy.num_layers - 1
+        # The output of the last layer is the input of the final norm, and the norm's output is the
+        # input of the target's head.
         return Features(layers=(last,)) if self.pre_norm else Features(head_input=True)
 
     def rows(self, features: FeatureRows) -> Any:
-        """[n, W] of n positions that the target has read, as the session keeps them."""
-        last = self.ends.num_layers - 1
+        """Rows [n, W] of n positions that the target has read, for the session to keep."""
+        last = self.anatomy.num_layers - 1
         return features.layers[last] if self.pre_norm else features.head_input
 
     def make_cache(self) -> list[Any]:
-        """New caches, one for each layer."""
         return [KVCache() for _ in self.layers]
 
     def embed(self, tokens: mx.array) -> Any:
-        """States [..., D] of tokens, by its own embeddings, or else the target's."""
-        own = self.get("embed_tokens")
-        if own is None:
-            return self.ends.embed(tokens)
-        return own(within(tokens, own.weight))
+        """States [..., D] of tokens, by the head's own embedding or the target's."""
+        table = self.get("embed_tokens")
+        if table is None:
+            return self.anatomy.embed(tokens)
+        return table(within(tokens, table.weight))
 
     def logits(self, states: mx.array) -> mx.array:
-        """Logits [n, V] of states [n, D]; -inf for tokens outside the draft vocabulary."""
+        """Logits [n, V] of states [n, D]. Tokens outside the draft vocabulary get -inf."""
         logits = self.draft_logits(states)
         return logits if self.vocabulary is None else self.vocabulary.widen(logits)
 
     def draft_logits(self, states: mx.array) -> Any:
-        """Logits [..., Vd] of states [..., D], by its own head, or else the target's."""
+        """Logits [..., Vd] of states [..., D], by the head's own matrix or the target's head."""
         if "lm_head" in self:
             return self.lm_head(states)
-        return (self.vocabulary or self.ends).logits(states)
+        return (self.vocabulary or self.anatomy).logits(states)
 
     def notes(self) -> list[str]:
-        """Its variant, for `describe` and `key`."""
         notes = ["reads the state before the final norm"] if self.pre_norm else []
         if self.vocabulary is not None:
-            notes.append(f"{self.vocabulary.ids.size} of {self.ends.vocab_size} tokens")
+            notes.append(f"{self.vocabulary.ids.size} of {self.anatomy.vocab_size} tokens")
         return notes
 
     def variations(self) -> Iterator[Variation]:
-        """Other readings of its files: the state on the other side of the norm."""
+        """Other ways to read the head's files, which `check` compares by acceptance."""
         other = not self.pre_norm
         name = f"state {'before' if other else 'after'} the final norm"
         advice = f"it looks trained on the {name}; load it with pre_norm={other}"
         yield Variation(name, advice, self.otherwise(pre_norm=other))
 
     def otherwise(self, norm_shift: float = 0.0, **changes: Any) -> Head:
-        """A copy on the same arrays with other attributes; norm_shift: added to its norms."""
-        # all that is no weight is shared
+        """A copy on the same arrays with other attributes, and `norm_shift` added to its norms."""
         attributes = (vars(part).values() for part in (self, *self.levels))
-        other = copy.deepcopy(self, {id(one): one for some in attributes for one in some})
+        # The weights are the module's own entries, and everything in `vars` is shared with the
+        # copy.
+        other = copy.deepcopy(self, {id(value): value for values in attributes for value in values})
         for part in (other, *other.levels):
             for name, value in changes.items():
                 setattr(part, name, value)
-        named: list[tuple[str, mx.array]] = tree_flatten(self.parameters())
-        norms = [(name, x + norm_shift) for name, x in named if is_norm(name, x)]
+        weights: list[tuple[str, mx.array]] = tree_flatten(self.parameters())
+        norms = [(name, x + norm_shift) for name, x in weights if is_norm(name, x)]
         other.update(tree_unflatten(norms))
         return other
 
 
 class RecurrentHead(Head):
-    """A head that drafts token by token from its own states, or one of its layers.
+    """A head that drafts token by token from its own states, or one layer of such a head.
 
-    moves_on: its one layer drafts any number of tokens. chained: a layer reads the states of the
-    layer before it, not the target's.
+    Attributes:
+        moves_on: its only layer drafts any number of tokens.
+        chained: each layer reads the states of the layer before it, not the target's.
     """
 
     source = RecurrentSource
@@ -183,22 +200,22 @@ class RecurrentHead(Head):
 
     @property
     def levels(self) -> Sequence[RecurrentHead]:  # type: ignore[override]
-        """The layers that draft a token each, or the one that drafts all."""
         return [self, *self.get("further", ())]
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """States [n, D] of n further positions, by states [n, D] and the tokens [n] after them."""
+        """States [n, D] of n more positions, from states [n, D] and the tokens [n] after them."""
         return self.forward(states[None], tokens[None], cache)[0]
 
     @abstractmethod
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """`step` of a batch: states [batch, n, D], tokens [batch, n]."""
+        """Run `step` for a batch: states [batch, n, D], tokens [batch, n]."""
 
 
 class Variation(NamedTuple):
-    """Another reading of a head's files, which `check` compares by acceptance.
+    """Another way to read a head's files.
 
-    advice: for the user, if it does better.
+    Attributes:
+        advice: tells the user what to change if this variation is accepted more often.
     """
 
     name: str
@@ -207,7 +224,6 @@ class Variation(NamedTuple):
 
 
 def is_norm(name: str, value: mx.array) -> bool:
-    """True for the scale of a norm."""
     return "norm" in name and value.ndim == 1
 
 
@@ -215,11 +231,17 @@ def is_norm(name: str, value: mx.array) -> bool:
 class HeadDrafter(Drafter):
     """Draft with a trained head, which reads the states of the target that it was loaded for.
 
-    Greedy targets and opaque samplers get the argmax; others draws from its logits under the
-    target's own sampling (Leviathan et al. 2023, section 2.2), with the distribution of each.
-    greedy: always the argmax. draft_temp: of the drafts, None for the target's. name: folder or
-    repository. branches: most tokens at a place; more than one makes trees. on_every_rank: see
-    `ModelDrafter`.
+    Greedy targets and opaque samplers get the argmax. For other targets, tokens are drawn from the
+    head's logits under the target's own sampling, and each token's distribution is kept
+    (Leviathan et al. 2023, section 2.2).
+
+    Attributes:
+        head: the head.
+        greedy: always propose the argmax.
+        draft_temp: temperature of the drafts, None for the target's temperature.
+        name: folder or repository.
+        branches: most tokens at one position. With more than 1, drafts are trees.
+        on_every_rank: see `ModelDrafter`.
     """
 
     head: Head
@@ -231,40 +253,36 @@ class HeadDrafter(Drafter):
 
     def __post_init__(self) -> None:
         check_way_of_writing(self)
+        # A step of these heads goes on from one state, so two nodes cannot share a pass.
         if self.branches > 1 and not self.head.grows_trees:
             raise HeadError(f"{self.head.kind} heads draft chains. Leave branches out.")
 
     @property
     def model(self) -> nn.Module:
-        """The head."""
         return self.head
 
     def models(self) -> Sequence[nn.Module]:
-        """The head."""
         return [self.head]
 
     @property
     def features(self) -> Features:
-        """States of the target that its sessions read."""
         return self.head.features
 
     @property
     def key(self) -> str:
-        """The head by its content, and how it drafts."""
         content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
         return f"HeadDrafter({content}, {way_of_writing(self)})"
 
     def describe(self) -> str:
-        """Kind and variant that were recognised, in a line."""
+        """The kind and the variant of the head, in one line."""
         return "; ".join([f"{self.name or 'a head'}: {self.head.kind}", *self.head.notes()])
 
     def __repr__(self) -> str:
-        """`describe` in brackets."""
         return f"<HeadDrafter {self.describe()}>"
 
     def check(self, context: DraftContext) -> None:
-        """Raise HeadError for a target with another vocabulary than the one it was loaded for."""
-        size = self.head.ends.vocab_size
+        """Raise HeadError for a target with a different vocabulary size."""
+        size = self.head.anatomy.vocab_size
         if context.vocab_size not in (None, size):
             raise HeadError(
                 f"{self.describe()} was loaded for a target with {size} tokens, and "
@@ -272,7 +290,8 @@ class HeadDrafter(Drafter):
             )
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Start a generation; the head reads the prompt as the target's rows come."""
+        """Start a generation. The head reads the prompt as the target's rows arrive."""
         if context.shared_drafts is not None:
+            # The texts of a batch share the passes of the head.
             return context.shared_drafts(self, prompt, context)
         return WritingSession(self, self.head.source(self.head, prompt, context))

@@ -37,38 +37,41 @@ BESIDE = (
     *("mtp/model.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"),
     "mtp-drafter/model.safetensors",
 )
-FOREIGN = re.compile(r"\.(weight_scale|weight_packed|qweight)$")  # of compressed-tensors, GPTQ
+FOREIGN = re.compile(r"\.(weight_scale|weight_packed|qweight)$")  # compressed-tensors, GPTQ
 
 
 class HeadFiles:
-    """A head's config and tensors; torch_files: read torch's where there is no other file.
+    """The config and the tensors of a head. Raises HeadError if its config.json cannot be read.
 
-    A file or an index may be named, in the folder of its config.json or in one within that.
+    Args:
+        path_or_repo: a folder, a repository, or a file or an index with tensors. The config.json
+            is in the file's folder or in the folder above.
+        torch_files: read files that `torch.save` wrote if there are no safetensors.
     """
 
     def __init__(self, path_or_repo: str | Path, *, torch_files: bool = True) -> None:
-        """Read the config.json of a folder or a repository; HeadError if that fails."""
         self.name = str(path_or_repo)
-        folder, self.named = Path(path_or_repo).expanduser(), None
+        folder, self.chosen_file = Path(path_or_repo).expanduser(), None
         if folder.is_file() and folder.suffix in (".safetensors", ".json"):
             file, folder = folder, folder.parent
+            # Conversions keep the layer in a subfolder such as mtp/, next to the config.json of the
+            # model.
             folder = folder if (folder / CONFIG).is_file() else folder.parent
-            self.named = str(file.relative_to(folder))
+            self.chosen_file = str(file.relative_to(folder))
         self.folder = folder if folder.is_dir() else None
         self.torch_files = torch_files
         self.config = self._read_json(CONFIG, "says what kind of head it is")
-        for said in (self.config, self.config.get("mlx_lm_extra_tensors")):
-            if self.named is None and isinstance(said, dict) and "mtp_file" in said:
-                self.named = str(said["mtp_file"])
+        for section in (self.config, self.config.get("mlx_lm_extra_tensors")):
+            if self.chosen_file is None and isinstance(section, dict) and "mtp_file" in section:
+                self.chosen_file = str(section["mtp_file"])
 
-    def _here(self, name: str, use: str) -> Path:
-        """Path of a file, or HeadError for one that is missing; use: what it does."""
+    def _require(self, name: str, use: str) -> Path:
         if (path := self.path(name)) is None:
             raise HeadError(f"{self.name} has no {name}, which {use}.")
         return path
 
     def _read_json(self, name: str, use: str) -> dict[str, Any]:
-        path = self._here(name, use)
+        path = self._require(name, use)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -78,7 +81,7 @@ class HeadFiles:
             raise HeadError(f"{self.name}: {name} holds a {kind}, no object.")
         return content
 
-    def expect(self, name: str, value: Any, low: int, high: int) -> None:
+    def check_number(self, name: str, value: Any, low: int, high: int) -> None:
         """Raise HeadError unless a number of the config is an int from `low` to `high`."""
         if not (isinstance(value, int) and low <= value <= high):
             raise HeadError(
@@ -87,12 +90,12 @@ class HeadFiles:
             )
 
     def path(self, name: str) -> Path | None:
-        """Path of a file, fetched if needed, or None; HeadError if it cannot be fetched or read."""
+        """Path of a file, fetched if needed, or None if it does not exist. Raises HeadError."""
         path = self.folder / name if self.folder is not None else None
         if path is not None and not path.is_file():
             return None
-        is_torchs = not name.endswith((".json", ".safetensors"))
-        if is_torchs and not (self.torch_files and find_spec("torch")):
+        is_of_torch = not name.endswith((".json", ".safetensors"))
+        if is_of_torch and not (self.torch_files and find_spec("torch")):
             way = "Start the server with it as --draft-model"
             if self.torch_files:
                 way = "Install torch"
@@ -122,28 +125,29 @@ class HeadFiles:
 
     @cached_property
     def list_file(self) -> str | None:
-        """The file or index that lists the tensors, None for neither; HeadError if not here.
+        """The file or index that lists the tensors, or None. Raises HeadError if it is missing.
 
-        In order: one that was named, one beside the model's own, the index, a single file.
+        A file that the user or the config names comes first, then one beside the model's own files,
+        then the model's index, then a single file.
         """
-        if self.named is None:
+        if self.chosen_file is None:
+            # In a repository each of these names would cost a request.
             beside = BESIDE if self.folder is not None else ()
             return next(filter(self.path, (*beside, INDEX, *SINGLE)), None)
-        if self.path(self.named) is None:
+        if self.path(self.chosen_file) is None:
             raise HeadError(
-                f"{self.name}: its {CONFIG} names {self.named} for its prediction layer, which is "
-                "not here. Fetch it with hf download."
+                f"{self.name}: its {CONFIG} names {self.chosen_file} for its prediction layer, "
+                "which is not here. Fetch it with hf download."
             )
-        return self.named
+        return self.chosen_file
 
     @property
     def is_apart(self) -> bool:
-        """True if the prediction layer has files of its own, beside the model's."""
         return self.list_file not in (None, INDEX, *SINGLE)
 
     @cached_property
     def weight_map(self) -> Mapping[str, str]:
-        """Name of each tensor -> its file; by the index if there is one."""
+        """Map from the name of each tensor to its file."""
         listed = self.list_file
         if listed is not None and listed.endswith(".json"):
             files = self._read_json(listed, "lists its tensors").get("weight_map")
@@ -152,11 +156,12 @@ class HeadFiles:
             return files
         here = [] if self.folder is None else self.folder.glob("*.safetensors")
         files = [listed] if listed else sorted(path.name for path in here)
+        # `path` raises for a file of torch that may not be read, so these names are tried last.
         files = files or list(islice(filter(self.path, TORCH), 1))
         return {tensor: file for file in files for tensor in self._tensors(file)[0]}
 
     def own_layers(self) -> list[str]:
-        """Prefixes of the prediction layers that a model's files hold; none of other files.
+        """Prefixes of the prediction layers in a model's files.
 
         Raises HeadError for a quantization that is not MLX's.
         """
@@ -170,27 +175,27 @@ class HeadFiles:
         return prefixes
 
     def read(self, names: Iterable[str]) -> tuple[dict[str, mx.array], bool]:
-        """These tensors, from the files that hold them, and True if MLX wrote one of the files."""
+        """Read these tensors. Returns them, and True if MLX wrote one of their files."""
         wanted = list(names)
         files = [self._tensors(file) for file in sorted({self.weight_map[name] for name in wanted})]
         read = {name: x for tensors, _ in files for name, x in tensors.items()}
         return {n: read[n] for n in wanted if n in read}, any(is_mlx for _, is_mlx in files)
 
     def load_into(self, module: nn.Module, dtype: mx.Dtype) -> None:
-        """Give a module all tensors, in a type; ValueError if they do not fit."""
+        """Load all tensors into a module. Raises ValueError if they do not fit."""
         tensors, _ = self.read(self.weight_map)
         module.load_weights([(name, x.astype(dtype)) for name, x in tensors.items()])
 
     def _tensors(self, file: str) -> tuple[Mapping[str, mx.array], bool]:
-        """Tensors of a file, lazy, and True if it was written for MLX."""
-        path = self._here(file, "its index names. Fetch it too")
+        """Read a file lazily. Returns its tensors, and True if it was written for MLX."""
+        path = self._require(file, "its index names. Fetch it too")
         try:
             if path.suffix != ".safetensors":
                 return _read_torch(path), False
-            # checks that every tensor lies within the file
+            # This checks that every tensor lies within the file, and mx.load does not.
             with safe_open(path, "numpy"):
                 loaded: Any = mx.load(str(path), return_metadata=True)
-        # of safetensors, MLX, torch or the file system: anything at all
+        # safetensors, MLX, torch and the file system may raise anything.
         except Exception as error:
             raise HeadError(
                 f"{self.name}: {file} cannot be read: {error}. Fetch it again, or give another."
@@ -200,11 +205,13 @@ class HeadFiles:
 
 
 def _read_torch(path: Path) -> dict[str, mx.array]:
-    """Tensors that `torch.save` wrote, as float32, by torch >= 2.6 (CVE-2025-32434)."""
+    """Tensors that `torch.save` wrote, as float32."""
     torch: Any = importlib.import_module("torch")
+    # Older versions may run code from the file in spite of `weights_only` (CVE-2025-32434).
     if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 6]:
         raise ValueError(f"torch {torch.__version__} may run code that it holds; install 2.6")
     saved = torch.load(path, weights_only=True, map_location="cpu")
     tensors = {name: x for name, x in saved.items() if torch.is_tensor(x)}
+    # NumPy has no bfloat16.
     floats = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}
     return {name: mx.array(x.numpy()) for name, x in {**tensors, **floats}.items()}

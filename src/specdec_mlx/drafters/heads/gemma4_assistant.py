@@ -26,32 +26,39 @@ from specdec_mlx.contracts import (
     KeysValues,
     ReadsCache,
 )
+from specdec_mlx.drafters.draft_sources import DraftSource, Parents
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread
-from specdec_mlx.drafters.writing import DraftSource, Parents
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 
 
 def layer_args(config: Config) -> gemma4_text.ModelArgs:
-    """Arguments of an assistant's layers, which have queries only, from its config.json."""
     text = config["text_config"]
     others = {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
+    # In mlx-lm a layer that shares keys and values has no projections for them.
     queries_only = {"num_kv_shared_layers": text["num_hidden_layers"], **others}
     return gemma4_text.ModelArgs.from_dict({**text, **queries_only})
 
 
 def key_widths(args: gemma4_text.ModelArgs) -> dict[str, int]:
-    """Kind of attention -> width of its keys."""
+    """Map from the kind of attention to the width of its keys."""
     wide = {"full_attention": args.global_head_dim or args.head_dim}
     return {kind: wide.get(kind, args.head_dim) for kind in args.layer_types}
 
 
 class AssistantSource(DraftSource):
-    """Keeps the target's last state [1, D], and reads its caches for each draft."""
+    """Keeps the target's last state, and reads the target's caches for each draft.
+
+    Attributes:
+        state: the target's state [1, D] before the text's last token.
+        next_state: the state [1, D] that the next step starts from.
+        read_caches: keys and values of each kind of attention, while a draft is made.
+        keys_values: the function that reads the target's caches.
+    """
 
     state: mx.array | None = None
-    handed_on: Any = None
-    held: Mapping[str, KeysValues]
+    next_state: Any = None
+    read_caches: Mapping[str, KeysValues]
     keys_values: ReadsCache | None = None
 
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
@@ -59,51 +66,52 @@ class AssistantSource(DraftSource):
         self.head = head
 
     def see(self, features: FeatureRows) -> None:
-        """Keep the last state, and the function that reads the target's caches."""
         self.keys_values = features.keys_values
         rows = self.head.rows(features)
         if rows.shape[0]:
             self.state = rows[-1:]
-        if rows.shape[0] >= MOST_WAITING:  # not computed, it would hold all of them
+        # A lazy slice would keep all rows of a long prompt in memory.
+        if rows.shape[0] >= MOST_WAITING:
             mx.async_eval(self.state)
 
     def begin_draft(self, limit: int) -> int:
-        """Read the target's caches; `limit`, or 0 before the prompt was read."""
+        """Read the target's caches. Returns `limit`, or 0 before the prompt was read."""
         if limit == 0 or self.state is None or self.keys_values is None:
             return 0
-        self.handed_on = self.state
-        self.held = {kind: self.keys_values(c.index) for kind, c in self.head.reads.items()}
+        self.next_state = self.state
+        self.read_caches = {kind: self.keys_values(c.index) for kind, c in self.head.reads.items()}
         return limit
 
     def end_draft(self) -> None:
-        """Release the caches, which could not grow in place otherwise."""
-        self.held, self.handed_on = {}, self.state
+        # A reference to the buffers would make the next pass copy them, because they could not grow
+        # in place.
+        self.read_caches, self.next_state = {}, self.state
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
-        """Logits of a step from the state that the step before handed on; chains alone."""
+        """Logits [1, V] of a step from the state of the step before. Chains only."""
         last = to_ids(self.tokens[-1:]) if tokens is None else tokens
-        logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
+        logits, self.next_state = self.head.step(self.next_state, last, self.read_caches)
         return logits
 
 
 class Gemma4Assistant(Head):
-    """An assistant; with `use_ordered_embeddings` only tokens of some groups get logits."""
+    """An assistant. With `use_ordered_embeddings`, only tokens of some groups get logits."""
 
     kind = "Gemma 4 assistant"
     source = AssistantSource
     grows_trees = False
 
-    def __init__(self, config: Config, ends: Anatomy) -> None:
+    def __init__(self, config: Config, anatomy: Anatomy) -> None:
         super().__init__()
         args = layer_args(config)
         width = args.hidden_size
-        self.ends = ends
-        self.reads = {kind: ends.last_caches[kind] for kind in key_widths(args)}
+        self.anatomy = anatomy
+        self.reads = {kind: anatomy.last_caches[kind] for kind in key_widths(args)}
         self.embed_tokens = nn.Embedding(args.vocab_size, width)
         self.layers = [gemma4_text.DecoderLayer(args, i) for i in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(width, args.rms_norm_eps)
-        self.pre_projection = nn.Linear(2 * ends.width, width, bias=False)
-        self.post_projection = nn.Linear(width, ends.width, bias=False)
+        self.pre_projection = nn.Linear(2 * anatomy.width, width, bias=False)
+        self.post_projection = nn.Linear(width, anatomy.width, bias=False)
         if config.get("use_ordered_embeddings"):
             groups = self.masked_embedding = nn.Module()
             groups.centroids = nn.Linear(width, config.get("num_centroids", 2048), bias=False)
@@ -112,7 +120,6 @@ class Gemma4Assistant(Head):
 
     @property
     def features(self) -> Features:
-        """The last state, and the caches."""
         caches = tuple(sorted(kind.index for kind in self.reads.values()))
         return replace(super().features, caches=caches)
 
@@ -120,27 +127,30 @@ class Gemma4Assistant(Head):
         self, state: mx.array, token: mx.array, read: Mapping[str, KeysValues]
     ) -> tuple[mx.array, mx.array]:
         """Logits [1, V] after a state [1, D] and a token [1], and the next state."""
-        embedded = self.ends.embed(token) * self.ends.width**0.5
+        # x(i) = pre_projection [embed(token i) * sqrt(D), h(i)]
+        embedded = self.anatomy.embed(token) * self.anatomy.width**0.5
         h = self.pre_projection(mx.concatenate([embedded, state], axis=-1))[None]
         for layer in self.layers:
             keys, values, offset = read[layer.layer_type]
+            # The offset stays at the last token of the text, however long the draft is.
             h, _, _ = layer(h, shared_kv=(keys, values), offset=offset)
-        made = self.norm(h[0])
-        return self.logits(made), self.post_projection(made)
+        normed = self.norm(h[0])
+        # logits of token i + 1 = head(s(i)), h(i + 1) = post_projection s(i)
+        return self.logits(normed), self.post_projection(normed)
 
     def logits(self, states: mx.array) -> Any:
-        """Logits [n, V] of states [n, d]; -inf for tokens of groups that were not chosen."""
+        """Logits [n, V] of states [n, d]. Tokens of other groups get -inf."""
         if "masked_embedding" not in self:
             return self.embed_tokens.as_linear(states)
         groups = self.masked_embedding
         scores, order = groups.centroids(states), groups.token_ordering
         chosen = top_tokens(scores, self.num_chosen)
+        # A group is a row of `token_ordering`: the same number of token ids for each centroid.
         ids = order.reshape(scores.shape[-1], -1)[chosen].reshape(states.shape[0], -1)
-        some = (self.embed_tokens(ids) @ states[..., None]).squeeze(-1)
-        return spread(some, ids, order.size)
+        logits = (self.embed_tokens(ids) @ states[..., None]).squeeze(-1)
+        return spread(logits, ids, order.size)
 
     def notes(self) -> list[str]:
-        """Caches and groups of tokens."""
         read = ", ".join(f"{cache.index} ({kind})" for kind, cache in self.reads.items())
         notes = [f"reads the target's caches {read}"]
         if "masked_embedding" in self:

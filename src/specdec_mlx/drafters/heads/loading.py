@@ -22,7 +22,7 @@ from specdec_mlx.drafters.heads.drafter import (
     Config,
     Head,
     HeadDrafter,
-    target_ends,
+    anatomy_for_head,
 )
 from specdec_mlx.drafters.heads.eagle import Eagle3, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.files import HeadFiles
@@ -46,17 +46,24 @@ from specdec_mlx.models.loading import load_model
 
 Tensors = dict[str, mx.array]
 
-IGNORED = re.compile(
-    r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)"
-)  # tensors that are not needed
-SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
+IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)")
+"""Names of tensors that are not needed."""
+SHARED_WITH_TARGET = ("embed_tokens.", "shared_head.head.", "lm_head.")
+"""Beginnings of names in a checkpoint that may be copies of the target's matrices."""
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
 """Most tokens by which vocabularies differ through padding, and most layers or attention heads."""
 
 
 class Variant(NamedTuple):
-    """Options of `load_head` that say what a checkpoint is; None: as its config says."""
+    """Options of `load_head` that describe a checkpoint. None leaves the choice to its config.
+
+    Attributes:
+        draft_bits: bits to quantize the head's matrices to, None to leave them.
+        layers: layers of the target that the head reads.
+        pre_norm: the head reads the state before the target's final norm.
+        norms_less_one: norms are stored as w - 1.
+    """
 
     draft_bits: int | None = None
     layers: Sequence[int] | None = None
@@ -65,15 +72,15 @@ class Variant(NamedTuple):
 
 
 class HeadSource(NamedTuple):
-    """Input of a format's `build`: files, tensors by our names, and the options of `load_head`."""
+    """Input of a format's `build`. `tensors` has this package's names."""
 
     files: HeadFiles
-    ends: Anatomy
+    anatomy: Anatomy
     tensors: Tensors
     variant: Variant
 
     def rows(self, name: str) -> int:
-        """Rows of a matrix; 0 if it is missing."""
+        """Number of rows of a matrix, 0 if it is missing."""
         return self.tensors[name].shape[0] if name in self.tensors else 0
 
 
@@ -81,11 +88,15 @@ class HeadSource(NamedTuple):
 class Format:
     """A published format of heads.
 
-    told_by: pattern of a config's model types and keys, each key with a "=" after it, and of the
-    names of its tensors, a line each. build: makes a head with random weights. renamed: patterns of
-    the checkpoint's names -> ours. weights: the tensors of a head that was built, those of its
-    source by default. load: in place of all these, (files, target, variant, options) -> drafter;
-    variant: `draft_bits` to `norms_less_one` of `load_head`; options: of its drafter.
+    Attributes:
+        label: name of the format in messages.
+        told_by: pattern that recognises the format. It is searched in the config's model types and
+            keys, each key followed by "=", and in the names of the tensors, each on its own line.
+        build: makes a head with random weights.
+        renamed: patterns of the checkpoint's names, and the names in the head.
+        weights: makes the tensors of the head, by default the tensors of its source.
+        load: replaces all of these. Called with (files, target, variant, options), where `options`
+            are the options of the drafter. Returns a drafter.
     """
 
     label: str
@@ -97,43 +108,48 @@ class Format:
 
     @property
     def loads(self) -> bool:
-        """False where it is recognised only."""
+        """False if the format is only recognised."""
         return self.build is not None or self.load is not None
 
 
 def kind_of(config: Config, names: Collection[str] = ()) -> str | None:
-    """Name of a format, by a config and the names of tensors; "mtp" for a prediction layer.
+    """Name of a head's format, or None. "mtp" stands for prediction layers.
 
-    That may be in a model's own files, or a repository of its own, as its config says.
+    Args:
+        config: config of a head, or of a model with prediction layers.
+        names: names of the tensors.
     """
+    # Prediction layers may be in a model's own files, or in a repository of their own.
     if names and layer_prefixes(config, names):
         return "mtp"
     keys = [*config, *(config.get("dflash_config") or ())]
     types = ("speculators_model_type", "model_type", "architectures")
-    named = [str(config.get(key, "")) for key in types]
-    said = " ".join([*named, *(f"{key}=" for key in keys)]).lower()
-    told = "\n".join([said, *sorted(names)])
-    return next((k for k, one in formats().items() if re.search(one.told_by, told)), None)
+    kinds = [str(config.get(key, "")) for key in types]
+    config_text = " ".join([*kinds, *(f"{key}=" for key in keys)]).lower()
+    description = "\n".join([config_text, *sorted(names)])
+    return next(
+        (name for name, form in formats().items() if re.search(form.told_by, description)), None
+    )
 
 
 def width_read(config: Config) -> int | None:
-    """Width of the target's states that a head was trained on; None if its config has none."""
-    own = config.get("target_hidden_size") or config.get("backbone_hidden_size")
-    return own or text_part(config).get("hidden_size")
+    """Width of the target's states that a head was trained on, or None if unknown."""
+    width = config.get("target_hidden_size") or config.get("backbone_hidden_size")
+    return width or text_part(config).get("hidden_size")
 
 
-def check_sizes(files: HeadFiles, ends: Anatomy) -> None:
-    """Raise HeadError for impossible sizes in the config, and for another vocabulary size."""
-    part, size = text_part(files.config), ends.vocab_size
+def check_sizes(files: HeadFiles, anatomy: Anatomy) -> None:
+    """Raise HeadError for impossible sizes in the config, or another vocabulary size."""
+    part, size = text_part(files.config), anatomy.vocab_size
     limits = {"mask_token_id": (0, size - 1), "block_size": (2, 1024)}
     limits["num_hidden_layers"] = 1, MOST_LAYERS
-    for said in (files.config, part, files.config.get("dflash_config") or {}):
-        for key, value in said.items():
-            # MLX's attention divides by numbers of heads
+    for section in (files.config, part, files.config.get("dflash_config") or {}):
+        for key, value in section.items():
+            # MLX's attention divides by the number of heads.
             default = (1, MOST_LAYERS) if key.endswith("_heads") else None
             expected = limits.get(key, default)
             if expected is not None and value is not None:
-                files.expect(key, value, *expected)
+                files.check_number(key, value, *expected)
     if abs((part.get("vocab_size") or size) - size) > VOCABULARY_MARGIN:
         raise HeadError(
             f"{files.name} was trained for a vocabulary of {part['vocab_size']} tokens, and this "
@@ -141,40 +157,40 @@ def check_sizes(files: HeadFiles, ends: Anatomy) -> None:
         )
 
 
-def check_width(files: HeadFiles, ends: Anatomy, width: int | None) -> None:
-    """Raise HeadError for a head that reads states of another width."""
-    if width not in (None, ends.width):
+def check_width(files: HeadFiles, anatomy: Anatomy, width: int | None) -> None:
+    if width not in (None, anatomy.width):
         raise HeadError(
             f"{files.name} was trained for a target whose states have {width} numbers, but this "
-            f"target's states have {ends.width}. Use a head that was trained for this target."
+            f"target's states have {anatomy.width}. Use a head that was trained for this target."
         )
 
 
 def _eagle3(source: HeadSource) -> Head:
-    head = Eagle3(source.files.config, source.ends, source.variant.layers)
-    head.own(source.rows("embed_tokens.weight"), source.rows("lm_head.weight"))
+    head = Eagle3(source.files.config, source.anatomy, source.variant.layers)
+    head.add_weights(source.rows("embed_tokens.weight"), source.rows("lm_head.weight"))
     return head
 
 
 def _eagle(source: HeadSource) -> Head:
+    # EAGLE-1 configs do not say whether there are biases.
     has_biases = "body.layers.0.self_attn.q_proj.bias" in source.tensors
     config = source.files.config | {"qkv_bias": has_biases}
     has_bias = "projection.bias" in source.tensors
-    head = MTPHead(eagle1_family(config), config, source.ends, has_bias=has_bias)
-    head.own(source.rows("embed_tokens.weight"))
+    head = MTPHead(eagle1_family(config), config, source.anatomy, has_bias=has_bias)
+    head.add_weights(source.rows("embed_tokens.weight"))
     return head
 
 
 def _dflash(source: HeadSource) -> Head:
-    head = DFlash(source.files.config, source.ends, source.variant.layers)
-    head.own(logits=source.rows("d2t"))
+    head = DFlash(source.files.config, source.anatomy, source.variant.layers)
+    head.add_weights(logits=source.rows("d2t"))
     return head
 
 
 def _gemma4(source: HeadSource) -> Head:
-    files, ends = source.files, source.ends
+    files, anatomy = source.files, source.anatomy
     for kind, width in key_widths(layer_args(files.config)).items():
-        cache = ends.last_caches.get(kind)
+        cache = anatomy.last_caches.get(kind)
         if cache is None or cache.width != width:
             has = "no such cache" if cache is None else f"keys of {cache.width} numbers"
             raise HeadError(
@@ -182,11 +198,12 @@ def _gemma4(source: HeadSource) -> Head:
                 f"{kind.replace('_', ' ')}, and this target has {has}. Use an assistant that was "
                 "trained for this target."
             )
+    # MLX does not check the bounds of these ids.
     order = source.tensors.get("masked_embedding.token_ordering", mx.zeros(1, mx.int32))
     last = files.config["text_config"]["vocab_size"] - 1
     for token in (order.min().item(), order.max().item()):
-        files.expect("a token of token_ordering", token, 0, last)
-    return Gemma4Assistant(files.config, ends)
+        files.check_number("a token of token_ordering", token, 0, last)
+    return Gemma4Assistant(files.config, anatomy)
 
 
 def _pard(
@@ -194,17 +211,17 @@ def _pard(
 ) -> PardDrafter:
     model, tokenizer = load_model(files.name)
     mask = files.config["pard_token"]
-    files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
+    files.check_number("pard_token", mask, 0, anatomy_for_head(model).vocab_size - 1)
     _quantize(model, variant.draft_bits)
     return PardDrafter(model, tokenizer, mask_token=mask, **options)
 
 
 def _medusa(source: HeadSource) -> Head:
-    check_width(source.files, source.ends, source.rows("blocks.0.0.weight"))
+    check_width(source.files, source.anatomy, source.rows("blocks.0.0.weight"))
     blocks = [name.split(".") for name in source.tensors if name.startswith("blocks.")]
     heads, layers = (len({block[i] for block in blocks}) for i in (1, 2))
     rows = source.rows("lm_heads.0.weight")
-    return Medusa(heads, layers, source.ends, own_heads=rows)
+    return Medusa(heads, layers, source.anatomy, own_heads=rows)
 
 
 def _mtp(source: HeadSource) -> Head:
@@ -212,24 +229,26 @@ def _mtp(source: HeadSource) -> Head:
     family = of_type(files.config, FAMILIES)
     if family is None or not prefixes:
         raise HeadError(refusal(files))
-    return MTPHead(family, text_part(files.config), source.ends, num_layers=len(prefixes))
+    return MTPHead(family, text_part(files.config), source.anatomy, num_layers=len(prefixes))
 
 
 def _mtp_weights(head: MTPHead, source: HeadSource) -> Tensors:
-    """Weights of a model's prediction layers, which its files hold among others."""
+    """Weights of a model's prediction layers."""
     files, family, weights = source.files, head.family, dict(source.tensors)
     for depth, (layer, prefix) in enumerate(zip(head.levels, files.own_layers(), strict=True)):
-        own, shared = (
-            tuple(prefix + start for start in starts) for starts in (family.ours(), SHARED_ENDS)
+        own_prefixes, shared = (
+            tuple(prefix + start for start in starts)
+            for starts in (family.ours(), SHARED_WITH_TARGET)
         )
         tensors, converted = files.read(
             name
             for name in files.weight_map
-            if name.startswith(own) and not name.startswith(shared)
+            if name.startswith(own_prefixes) and not name.startswith(shared)
         )
         add_one = source.variant.norms_less_one
+        # Original files of these families store w - 1. Conversions of a layer without its model
+        # have added the 1. For all other files the values decide.
         if add_one is None:
-            # conversions of a layer alone add the one
             is_alone = converted and not prefix
             is_original = not (converted or files.is_apart or "quantization" in files.config)
             may_be = family.norms_less_one and not is_alone
@@ -241,7 +260,6 @@ def _mtp_weights(head: MTPHead, source: HeadSource) -> Tensors:
 
 
 def refusal(files: HeadFiles, kind: str | None = None) -> str:
-    """The error for files that cannot be loaded; kind: name of a format, None for none."""
     config, model_type = files.config, files.config.get("model_type")
     if kind is not None:
         return f"{files.name} holds {formats()[kind].label}. That cannot be loaded yet."
@@ -260,7 +278,7 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
             f"{files.name}: the multi-token prediction of {model_type} {other}. It cannot be "
             "loaded yet; use a draft model, or a drafter that needs none, such as 'prompt-lookup'."
         )
-    known = ", ".join(kind for kind, one in formats().items() if one.loads)
+    known = ", ".join(kind for kind, form in formats().items() if form.loads)
     return (
         f"{files.name} is no head of a known kind ({known}): its config.json has model_type "
         f"{model_type!r}. A small model with the target's tokenizer is loaded by mlx_lm.load and "
@@ -279,7 +297,7 @@ _MEDUSA = {
 FORMATS: dict[str, Format] = {
     "dspark": Format(
         "DSpark, a block with a Markov chain",
-        # dspark_... are keys of a target that contains one
+        # dspark_... are keys of a target that contains such a head
         r"dspark(?!_)|\bmarkov_rank=",
         _dflash,
         _STYLE,
@@ -296,7 +314,7 @@ FORMATS: dict[str, Format] = {
     "hydra": Format("Hydra heads, which see each other", r"\bhydra_num_heads="),
     "medusa": Format("Medusa", r"(?m)medusa|^\d+\.\d+\.linear\.weight$", _medusa, _MEDUSA),
     "mtp": Format("multi-token prediction", "_mtp ", _mtp, weights=_mtp_weights),
-    # told by its tensors alone
+    # recognised by its tensors only
     "eagle": Format("EAGLE", r"(?ms)^fc\.weight$.*^(layers\.0|midlayer)\.", _eagle, _EAGLE),
 }
 """Name of a format -> how it is read; the first that a config matches counts."""
@@ -306,12 +324,12 @@ GROUP = "specdec_mlx.heads"  # entry points by which packages add formats, each 
 
 @cache
 def formats() -> dict[str, Format]:
-    """The built-in formats, and after them those of installed packages."""
-    found: dict[str, Any] = {
+    """The built-in formats, and the formats of installed packages."""
+    from_packages: dict[str, Any] = {
         name: load(entry, "head format")
         for name, entry in installed(GROUP, "head format", FORMATS).items()
     }
-    return FORMATS | found
+    return FORMATS | from_packages
 
 
 def load_head(
@@ -327,24 +345,24 @@ def load_head(
     norms_less_one: bool | None = None,
     torch_files: bool = True,
 ) -> HeadDrafter | ModelDrafter:
-    """Load a trained head as a drafter for a loaded target; `describe()` names its format.
+    """Load a trained head as a drafter for a loaded target. `describe()` names its format.
 
     Args:
         path_or_repo: folder or Hugging Face name of a head, or of a target with its multi-token
             prediction layer (the original repository, or a conversion that kept the layer). A file
             in the folder works too. Only files that hold the head are fetched.
-        target: the model to draft for, which lends it embeddings and head.
-        draft_bits: quantize the head's matrices to so many bits.
-        greedy: propose the argmax, a point mass, whatever the target's sampling.
-        draft_temp: temperature of the drafts, None for the target's own.
-        branches: most tokens at a place; with more than one its drafts are trees.
-        layers: of the target, from 0, whose outputs it reads, where its config is wrong.
-        pre_norm: it reads the state before the final norm, or None for its family's default.
-        norms_less_one: its norms are stored as w - 1, or None for its family's default.
-        torch_files: read files of `torch.save`, by torch, where there are no safetensors.
+        target: the model to draft for. The head uses its embedding and its output layer.
+        draft_bits: quantize the head's matrices to this number of bits.
+        greedy: always propose the argmax, a deterministic draft.
+        draft_temp: temperature of the drafts, None for the target's temperature.
+        branches: most tokens at one position. With more than 1, drafts are trees.
+        layers: layers of the target, from 0, whose outputs the head reads, if its config is wrong.
+        pre_norm: the head reads the state before the final norm. None takes its family's default.
+        norms_less_one: its norms are stored as w - 1. None takes its family's default.
+        torch_files: read files of `torch.save` with torch if there are no safetensors.
 
     Raises:
-        HeadError: it is not known, not complete, or does not fit the target.
+        HeadError: the head is unknown or incomplete, or does not fit the target.
     """
     check_draft_temp(draft_temp)
     check_int("branches", branches, 1)
@@ -360,24 +378,24 @@ def load_head(
             return loaded
         if form is None or form.build is None:
             raise HeadError(refusal(files, kind))
-        ends = target_ends(target)
-        head = _load(form, files, ends, variant)
+        anatomy = anatomy_for_head(target)
+        head = _load(form, files, anatomy, variant)
         _quantize(head, draft_bits)
         drafter = HeadDrafter(head, name=files.name, **options)
         mx.eval(head.parameters())
-        _try_out(drafter, ends)
+        _try_out(drafter, anatomy)
         return drafter
 
 
 @contextmanager
 def _explained(files: HeadFiles) -> Iterator[None]:
-    """Raise HeadError for whatever fails in here: a damaged file may fail anywhere."""
+    """Raise HeadError for every error in the block."""
     try:
         yield
     except (HeadError, ModelFolderError):
         raise
     except Exception as error:
-        # it may name every tensor
+        # MLX's error may name every tensor.
         fault = shorten(f"{type(error).__name__}: {error}", 400)
         raise HeadError(
             f"{files.name}: its config.json and its tensors make no head that runs on this target "
@@ -385,53 +403,52 @@ def _explained(files: HeadFiles) -> Iterator[None]:
         ) from error
 
 
-def _load(form: Format, files: HeadFiles, ends: Anatomy, variant: Variant) -> Head:
-    """A head with its weights."""
-    check_sizes(files, ends)
-    check_width(files, ends, width_read(files.config))
+def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) -> Head:
+    check_sizes(files, anatomy)
+    check_width(files, anatomy, width_read(files.config))
     tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
     for old, new in form.renamed.items():
+        # In order: a later pattern sees the names that an earlier pattern made.
         tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
-    source = HeadSource(files, ends, tensors, variant)
+    source = HeadSource(files, anatomy, tensors, variant)
     assert form.build is not None
     head = form.build(source)
-    # how far ids stand apart
-    if (apart := tensors.get("d2t")) is not None:
-        ids = apart + mx.arange(apart.shape[0])
-        head.own(tokens=ids)
+    # d2t holds the distance from the id in the draft vocabulary to the id in the target.
+    if (offsets := tensors.get("d2t")) is not None:
+        ids = offsets + mx.arange(offsets.shape[0])
+        head.add_weights(tokens=ids)
     for layer in head.features.layers:
-        files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
+        files.check_number("a layer that it reads", layer, 0, anatomy.num_layers - 1)
     if variant.pre_norm is not None and not isinstance(head, LayersHead):
         head.read_state(before_norm=variant.pre_norm)
-    _set_weights(head, form.weights(head, source), ends.dtype)
+    _set_weights(head, form.weights(head, source), anatomy.dtype)
     return head
 
 
-def _try_out(drafter: HeadDrafter, ends: Anatomy) -> None:
-    """Draft once after states of zeros: some contradictions of a config show in a pass only."""
+def _try_out(drafter: HeadDrafter, anatomy: Anatomy) -> None:
+    """Draft once from states of zeros, on which some contradictions in a config show."""
     head: Any = drafter.head
-    blank = mx.zeros((3, ends.width), ends.dtype)
+    # The shapes of a contradictory config may still load, and then the first pass fails.
+    blank = mx.zeros((3, anatomy.width), anatomy.dtype)
 
     def keys_values(index: int) -> KeysValues:
         width = next(c.width for c in head.reads.values() if c.index == index)
         sizes = (1, head.layers[0].self_attn.n_kv_heads, 1, width)
-        nothing = mx.zeros(sizes, ends.dtype)
+        nothing = mx.zeros(sizes, anatomy.dtype)
         return KeysValues(nothing, nothing, 1)
 
     rows = dict.fromkeys(head.features.layers, blank)
-    session = drafter.begin([0] * 4, DraftContext(vocab_size=ends.vocab_size))
+    session = drafter.begin([0] * 4, DraftContext(vocab_size=anatomy.vocab_size))
     session.see(FeatureRows(rows, blank, keys_values=keys_values))
     mx.eval(session.propose(3).tokens)
 
 
 def named_head(spec: str, path_or_repo: str | Path, target: nn.Module) -> Drafter:
-    """`load_head` with typed options, as `model:branches=4`; ValueError for unknown ones."""
     name, options = split_spec(spec)
     return make_with("drafter", name, partial(load_head, path_or_repo, target), options)
 
 
 def config_of(path_or_repo: str | Path) -> dict[str, Any]:
-    """The config of a folder or repository; empty if it cannot be read."""
     try:
         return HeadFiles(path_or_repo).config
     except HeadError:
@@ -446,19 +463,21 @@ def is_head(path_or_repo: str | Path) -> bool:
 
 
 def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
-    """Give a head its weights, in the target's type; ValueError if they do not fit."""
-    unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
-    keeps_type = "e_score_correction_bias"  # a sum that chooses experts
+    """Load the weights in the target's type. Raises ValueError if they do not fit."""
+    # A checkpoint may hold copies of matrices that this head takes from the target.
+    unused = tuple(name for name in SHARED_WITH_TARGET if name.partition(".")[0] not in head)
+    keeps_type = "e_score_correction_bias"
     weights = {}
     for name, x in tensors.items():
         if IGNORED.match(name) or name.startswith(unused):
             continue
+        # The sum that chooses experts keeps its type, because rounding would choose others.
         is_cast = mx.issubdtype(x.dtype, mx.floating) and not name.endswith(keeps_type)
         weights[name] = x.astype(dtype) if is_cast else x
 
     def stored(path: str, part: nn.Module) -> Any:
         is_packed = hasattr(part, "to_quantized") and f"{path}.scales" in weights
-        # not before mlx-lm 0.32
+        # Since mlx-lm 0.32
         infer = getattr(mlx_lm_utils, "infer_quant_config", None)
         return is_packed and (infer is None or infer(path, part, weights))
 
@@ -467,15 +486,16 @@ def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
 
 
 def _quantize(head: nn.Module, bits: int | None) -> None:
-    """Quantize the matrices, but not the routers of experts."""
     if bits is None:
         return
 
     def how(path: str, part: nn.Module) -> bool | dict[str, Any]:
         routers = ("gate", "router", "classifier")
+        # A router of experts stays exact, because rounding would choose other experts.
         if not hasattr(part, "to_quantized") or path.endswith(routers):
             return False
         width = part.weight.shape[-1]
+        # MLX's group sizes divide the width of a matrix.
         size = 64 if width % 64 == 0 else 32
         return width % size == 0 and {"group_size": size, "bits": bits}
 

@@ -32,22 +32,31 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class MTPFamily:
-    """Description of the prediction layer of a family of models.
+    """The prediction layers of a family of models.
 
-    architecture: module of mlx_lm.models with its decoder layer. prefix: of its tensors in the
-        original repository; {layer}: among the target's layers, {depth}: among such layers.
-    names: ours -> the checkpoint's; {last}: the last decoder layer. A norm without a name is not
-        there; with "lm_head" it has one of its own.
-    layer, here: prefix of the decoder layer itself, in the checkpoint and in mlx-lm's model.
-    renamed: beginnings of names in it, the checkpoint's -> mlx-lm's.
-    changes: of the config, for a model of this layer alone. adapted: changes that model.
-    make_cache: makes the caches of that model.
-    body, final_norm: mlx-lm's names in that model. attributes: set on the body.
-    hidden_first: the state comes before the embedding. norms_less_one: norms are stored as w - 1.
-    pre_norm: it reads states before a final norm, and its own final norm belongs to the head.
-    further: layers of further tokens: the same, or one each, which reads the one before's states,
-        or the target's.
-    label: its kind in messages.
+    Attributes:
+        architecture: module of mlx_lm.models that has the decoder layer.
+        prefix: prefix of its tensors in the original repository. {layer} counts all layers of the
+            target, and {depth} counts prediction layers.
+        names: names in this package and in the checkpoint. {last} is the last decoder layer.
+            A norm without a name does not exist. With "lm_head" the layer has its own matrix.
+        layer: prefix of the decoder layer in the checkpoint.
+        here: prefix of the decoder layer in mlx-lm's model.
+        renamed: beginnings of names in the decoder layer, and mlx-lm's names.
+        changes: changes of the config, for a model of this layer only.
+        adapted: changes that model.
+        make_cache: makes the caches of that model.
+        body: mlx-lm's name of the layers in that model.
+        final_norm: mlx-lm's name of the final norm.
+        attributes: attributes to set on the body.
+        hidden_first: the state comes before the embedding.
+        norms_less_one: norms are stored as w - 1.
+        pre_norm: the layer reads states before the final norm, and its own final norm belongs to
+            the output layer.
+        further: the layer for more tokens. "again" uses the same layer. "chained" has a layer for
+            each token, which reads the states of the layer before it. "side by side" has a layer
+            for each token, which reads the target's states.
+        label: name of the kind in messages.
     """
 
     architecture: str
@@ -69,14 +78,13 @@ class MTPFamily:
     label: str = "multi-token prediction"
 
     def prefix_at(self, config: Config, depth: int = 0, form: str | None = None) -> str:
-        """Prefix of a layer's tensors in the original repository, or in another form."""
         layer = int(config.get("num_hidden_layers") or 0) + depth
         form = self.prefix if form is None else form
         return form.format(layer=layer, depth=depth)
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
-        """Prefixes of the layers found among tensors, in order."""
-        # the original's, and those of conversions and of a repository of the layer alone
+        """Prefixes of the layers among these tensors, in order."""
+        # Prefixes in the original, in conversions, and in a repository with only the layer
         forms = (self.prefix, "mtp.layers.{depth}.", "mtp.", "")
         for outer, form in product(("", "language_model.", "model."), forms):
             at = partial(self.prefix_at, config, form=outer + form)
@@ -91,18 +99,18 @@ class MTPFamily:
         return []
 
     def ours(self, num_layers: int = 1) -> dict[str, str]:
-        """Map from beginnings of the checkpoint's names, without prefix, to those of `MTPHead`.
+        """Map from beginnings of the checkpoint's names, without prefix, to names in `MTPHead`.
 
-        The first that fits counts; num_layers: decoder layers in it.
+        The first beginning that fits counts. `num_layers` is the number of decoder layers.
         """
         ours = {} if self.pre_norm else {"norm": f"body.{self.final_norm}"}
-        found = dict[str, str]()
+        renames = dict[str, str]()
         for part, name in self.names.items():
             old, new = name.format(last=num_layers - 1), f"{ours.get(part, part)}."
-            found |= {f"{old}.": new, f"{old.removeprefix('transformer.')}.": new}
+            renames |= {f"{old}.": new, f"{old.removeprefix('transformer.')}.": new}
         for old, new in {**self.renamed, "": ""}.items():
-            found[self.layer + old] = f"body.{self.here}{new}"
-        return found
+            renames[self.layer + old] = f"body.{self.here}{new}"
+        return renames
 
 
 def _names(theirs: str) -> dict[str, str]:
@@ -119,15 +127,16 @@ _HALVED = ("input_layernorm", "self_attn", "post_attention_layernorm")
 
 
 def _deepseek(architecture: str, names: Mapping[str, str] = _DEEPSEEK, **changes: Any) -> MTPFamily:
-    """DeepSeek's kind: a layer with experts, stored after the target's last one."""
+    """DeepSeek's kind: a layer with experts, stored after the target's last layer."""
     changes = {"first_k_dense_replace": 0, **changes}
     return MTPFamily(architecture, "model.layers.{layer}.", names, changes=changes)
 
 
 def _exaone_moe(config: Config, depth: int) -> Config:
-    """Its own kind of attention, then the target's, by which mlx-lm decides on rotation."""
+    """The layer's kind of attention, and the kinds in the target."""
     kind, *_ = config.get("mtp_layer_types") or ["full_attention"]
     windows = config.get("mtp_sliding_windows")
+    # mlx-lm decides on rotation by the target's kinds, so these stay in the list.
     window = {"sliding_window": windows[0]} if kind == SLIDING and windows else {}
     return {"is_moe_layer": [False], "layer_types": [kind, *config["layer_types"]], **window}
 
@@ -141,30 +150,30 @@ class HalfLayer(nn.Module):  # type: ignore[misc]
             self[part] = layer[part][:1]
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
-        """States [batch, n, D] of n positions."""
         x = x + self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
         return x + self.mlps[0](self.post_attention_layernorm[0](x))
 
 
 def keep_half_of_its_layer(model: nn.Module) -> None:
-    """Replace the layer of a model with one layer by half of it."""
+    # A prediction layer of LongCat-Flash is half of a decoder layer.
     model.model.layers = [HalfLayer(model.model.layers[0])]
 
 
 def _step(config: Config, depth: int) -> Config:
-    """The layer's entries of lists that have one a layer; the last one where a list is short."""
+    """The layer's own entries of the lists that have an entry for each layer."""
     at = config["num_hidden_layers"] + depth
     names = "layer_types rope_theta partial_rotary_factors swiglu_limits swiglu_limits_shared"
-    own: dict[str, Any] = {"moe_layers_enum": None, "layer_types": [SLIDING]}
+    changes: dict[str, Any] = {"moe_layers_enum": None, "layer_types": [SLIDING]}
     for name in names.split():
         values = config.get(name)
         if values and isinstance(values, list):
-            own[name] = values[at : at + 1] or values[-1:]
-    return own
+            # Some lists end with the target; the last entry then serves the prediction layers.
+            changes[name] = values[at : at + 1] or values[-1:]
+    return changes
 
 
 def _nemotron_h(config: Config, depth: int) -> Config:
-    """The kinds of the layers that predict a token together, from a list or a pattern."""
+    """The kinds of the layers that predict one token together."""
     kinds = {"hybrid_override_pattern": None, "layer_types": None}
     if config.get("mtp_layers_block_type"):
         return kinds | {"layers_block_type": config["mtp_layers_block_type"]}
@@ -176,7 +185,7 @@ _EXPERTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe
 
 _QWEN_LAYER = MTPFamily("llama", "mtp.", _QWEN, layer="layers.0.")
 
-# a full-attention layer, although most layers of the target are recurrent
+# The layer has full attention, although most layers of the target are recurrent.
 _QWEN3_5 = replace(
     _QWEN_LAYER,
     architecture="qwen3_5_moe",
@@ -225,7 +234,7 @@ FAMILIES: dict[str, MTPFamily] = {
         changes=_nemotron_h,
         body="backbone",
         final_norm="norm_f",
-        # of the caches that of no recurrent layer: no mask
+        # No cache belongs to a recurrent layer here, so none gives a mask for such layers.
         attributes={"ssm_idx": slice(0)},
     ),
     "mimo_v2_flash": MTPFamily(
@@ -233,7 +242,7 @@ FAMILIES: dict[str, MTPFamily] = {
         "model.mtp.layers.{depth}.",
         _LING,
         renamed={"pre_mlp_layernorm.": "post_attention_layernorm."},
-        # one of each kind
+        # mlx-lm makes caches for both kinds of attention.
         changes={"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]},
         attributes={"ga_idx": 0},
         further="side by side",
@@ -252,18 +261,16 @@ OTHER_FORMULAS = {
 
 
 def text_part(config: Config) -> Config:
-    """The part of a config that is about layers of text; all of it for most.
-
-    Speculators keep that of a head's layers apart.
-    """
-    own = config.get("transformer_layer_config")
-    return own or config.get("text_config") or config
+    """The part of a config that describes layers of text."""
+    # Speculators keeps the config of a head's layers apart.
+    part = config.get("transformer_layer_config")
+    return part or config.get("text_config") or config
 
 
 def of_type(config: Config, table: Mapping[str, T]) -> T | None:
-    """The entry of a table by model type for a config or its text part."""
     for part in (config, text_part(config)):
         name = str(part.get("model_type"))
+        # A prediction layer, or the text part of a model with images, may have a type of its own.
         for known in (name, name.removesuffix("_mtp").removesuffix("_text")):
             if known in table:
                 return table[known]
@@ -271,32 +278,35 @@ def of_type(config: Config, table: Mapping[str, T]) -> T | None:
 
 
 def layer_prefixes(config: Config, names: Collection[str]) -> list[str]:
-    """Prefixes of the prediction layers among a model's tensors; none for a family without any."""
+    """Prefixes of the prediction layers among a model's tensors."""
     family = of_type(config, FAMILIES)
     return [] if family is None else family.prefixes_in(names, text_part(config))
 
 
 @dataclass(frozen=True)
 class Shell:
-    """The model of mlx-lm's that a layer was made in, kept apart from the head's own parts.
-
-    It makes the layer's caches, and converts weights.
-    """
+    """The mlx-lm model that a layer was made in. It makes caches and converts weights."""
 
     model: nn.Module
 
 
 class MTPHead(RecurrentHead):
-    """A multi-token prediction layer, with those of further tokens.
+    """A multi-token prediction layer, and the layers for more tokens.
 
-    config: of the target, as in the original repository. depth: such layers before it.
+    Args:
+        family: the family of the model.
+        config: config of the target, as in the original repository.
+        anatomy: parts of the target.
+        depth: number of prediction layers before this layer.
+        num_layers: number of prediction layers.
+        has_bias: the projection has a bias.
     """
 
     def __init__(
         self,
         family: MTPFamily,
         config: Config,
-        ends: Anatomy,
+        anatomy: Anatomy,
         depth: int = 0,
         num_layers: int = 1,
         *,
@@ -305,49 +315,49 @@ class MTPHead(RecurrentHead):
         super().__init__()
         shell = one_layer_model(family, config, depth)
         body = getattr(shell, family.body)
-        width, eps = ends.width, body[family.final_norm].eps
-        # names in mlx-lm's models
+        width, eps = anatomy.width, body[family.final_norm].eps
         embeddings = ("embed_tokens", "word_embeddings", "embeddings")
+        # The decoder layer gets `in(t)` in place of token ids.
         body[next(name for name in embeddings if name in body)] = nn.Identity()
         for name, value in family.attributes.items():
             setattr(body, name, value)
         self.family, self.pre_norm = family, family.pre_norm
-        self.width, self.ends = width, ends
+        self.width, self.anatomy = width, anatomy
         around = {"embedding_norm", "hidden_norm"} & family.names.keys()
         if self.pre_norm:
             around.add("norm")
         for name in ("embedding_norm", "hidden_norm", "norm"):
             self[name] = nn.RMSNorm(width, eps) if name in around else nn.Identity()
+        # With `pre_norm` the next step reads s(t) before the norm, so `draft_logits` applies it.
         if self.pre_norm or "norm" not in family.names:
             body[family.final_norm] = nn.Identity()
         self.projection = nn.Linear(2 * width, width, bias=has_bias)
         self.body = body
         if "lm_head" in family.names:
-            self.own(logits=ends.vocab_size)
+            self.add_weights(logits=anatomy.vocab_size)
+        # A dataclass hides the model's other parts from the head's parameters.
         self.shell = Shell(shell)
         self.moves_on = self.grows_trees = family.further == "again"
         self.chained = family.further != "side by side"
         depths = range(depth + 1, depth + num_layers)
-        self.further = [MTPHead(family, config, ends, depth) for depth in depths]
+        self.further = [MTPHead(family, config, anatomy, depth) for depth in depths]
         self.kind = family.label if self.moves_on else f"layered {family.label}"
 
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> Any:
-        """States [batch, n, D] in place of the target's after its final norm."""
+        """States [batch, n, D], which replace the target's states after its final norm."""
         parts = [self.embedding_norm(self.embed(tokens)), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
+        # in(t) = projection [embedding_norm(embed(x_{t+1})), hidden_norm(h_t)]
         return self.body(self.projection(mx.concatenate(parts, -1)), cache)
 
     def draft_logits(self, states: mx.array) -> Any:
-        """Logits [..., Vd] of states [..., D], by the target's head or its own."""
         return super().draft_logits(self.norm(states))
 
     def make_cache(self) -> list[Any]:
-        """New caches, as the target makes them for such a layer."""
         return self.family.make_cache(self.shell.model)
 
     def notes(self) -> list[str]:
-        """Architecture, number and states of its layers, vocabulary, order."""
         notes = [f"{self.family.architecture} layer"]
         if not self.moves_on:
             notes = [f"{len(self.levels)} {notes[0]}s, one for each token"]
@@ -356,7 +366,6 @@ class MTPHead(RecurrentHead):
         return [*notes, "the state comes first"] if self.family.hidden_first else notes
 
     def variations(self) -> Iterator[Variation]:
-        """Norms stored as w - 1 or w, the other state, the other order of the projection."""
         less = "this file looks already shifted; load it with norms_less_one=False"
         more = "its norms look stored as w - 1; load it with norms_less_one=True"
         order = "its projection looks written for the other order, which is another family's"
@@ -370,13 +379,13 @@ class MTPHead(RecurrentHead):
 
 
 def model_of(arguments: Config) -> nn.Module:
-    """mlx-lm's model by its config, random weights."""
+    """mlx-lm's model for a config, with random weights."""
     module = importlib.import_module(f"mlx_lm.models.{arguments['model_type']}")
     return module.Model(module.ModelArgs.from_dict(arguments))
 
 
 def one_layer_model(family: MTPFamily, config: Config, depth: int = 0) -> nn.Module:
-    """A model of the family's architecture with the decoder layer alone, random weights."""
+    """A model of the family's architecture with the prediction layer only, and random weights."""
     changes = family.changes(config, depth) if callable(family.changes) else family.changes
     alone = {**config, "num_hidden_layers": 1, **changes}
     model = model_of(alone | {"model_type": family.architecture})
@@ -387,11 +396,7 @@ def one_layer_model(family: MTPFamily, config: Config, depth: int = 0) -> nn.Mod
 def mtp_weights(
     head: MTPHead, tensors: Mapping[str, mx.array], prefix: str, *, add_one: bool
 ) -> dict[str, mx.array]:
-    """A layer's weights by the head's names; add_one: norms are stored as w - 1.
-
-    mlx-lm's own conversion takes the decoder layer; norms go around it, since some conversions add
-    one.
-    """
+    """A layer's weights by the head's names. With `add_one`, norms are stored as w - 1."""
     family, shell = head.family, head.shell.model
     inside, ours = f"body.{family.here}", family.ours(len(head.body.layers))
     weights, convert = {}, {}
@@ -399,6 +404,8 @@ def mtp_weights(
         rest = name.removeprefix(prefix)
         old = next(old for old in ours if rest.startswith(old))
         new = ours[old] + rest.removeprefix(old)
+        # mlx-lm's own conversion takes the decoder layer. Norms go around it, because some
+        # conversions add 1 to them.
         if new.startswith(inside) and not is_norm(new, value):
             convert[family.body + new.removeprefix("body")] = value
         else:
@@ -412,7 +419,7 @@ def mtp_weights(
 
 
 def stack_experts(weights: dict[str, mx.array]) -> None:
-    """Stack experts that are stored one by one, as mlx-lm has them; quantized ones too."""
+    """Stack experts that are stored one by one, quantized experts too."""
     for first in [name for name in weights if ".experts.0." in name]:
         names = (first.replace(".experts.0.", f".experts.{i}.") for i in count())
         each = [weights.pop(name) for name in takewhile(weights.__contains__, names)]
@@ -420,10 +427,8 @@ def stack_experts(weights: dict[str, mx.array]) -> None:
 
 
 def less_one(tensors: Mapping[str, mx.array]) -> bool:
-    """Guess from their means whether norms are stored as w - 1.
-
-    Means in heads published for Qwen 3.5 and 3.6 are up to 0.6, or from 1.3 (MTPLX, issue 301).
-    """
-    ends = ("layernorm.weight", "q_norm.weight", "k_norm.weight")
-    means = [x.astype(mx.float32).mean() for name, x in tensors.items() if name.endswith(ends)]
+    """Guess from their means whether norms are stored as w - 1."""
+    suffixes = ("layernorm.weight", "q_norm.weight", "k_norm.weight")
+    means = [x.astype(mx.float32).mean() for name, x in tensors.items() if name.endswith(suffixes)]
+    # Means in heads published for Qwen 3.5 and 3.6 are up to 0.6, or from 1.3 (MTPLX, issue 301).
     return bool(means) and bool(mx.stack(means).mean() < 0.95)

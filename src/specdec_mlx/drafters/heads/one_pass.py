@@ -19,12 +19,12 @@ from mlx_lm.models.cache import ArraysCache
 
 from specdec_mlx.caches import states_of
 from specdec_mlx.contracts import DraftContext, FeatureRows
+from specdec_mlx.drafters.draft_sources import Parents, places_after
 from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread, within
 from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
-from specdec_mlx.drafters.heads.session import HeadReader, Unread
-from specdec_mlx.drafters.writing import Parents, places_after
+from specdec_mlx.drafters.heads.session import HeadReader, UnreadStates
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 
@@ -32,19 +32,22 @@ from specdec_mlx.token_ids import to_ids
 class BlockSource(HeadReader):
     """A source whose head makes the states and the logits of a whole draft in one pass.
 
-    Its head drafts up to `most_drafted` tokens, from what it has read. Where it `corrects` their
-    logits by the token before, they are drawn one after the other.
+    The head drafts at most `most_drafted` tokens. If it corrects the logits of a position by the
+    token before it, tokens are drawn one by one.
+
+    Attributes:
+        states: states [n, D] of the drafted positions.
     """
 
     states: mx.array
 
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(head, prompt, context, [Unread()])
+        super().__init__(head, prompt, context, [UnreadStates()])
         self.cache = head.make_cache()
         self.at_once = not head.corrects
 
     def begin_draft(self, limit: int) -> int:
-        """Read all states and run the head; 0 before it was shown any."""
+        """Read all waiting states and run the head. Returns 0 before the first state."""
         self.read()
         self.places = [0]
         length = min(limit, self.head.most_drafted) if self.waiting.start else 0
@@ -54,8 +57,8 @@ class BlockSource(HeadReader):
         return length
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
-        """Logits of the places after these tokens, maybe corrected."""
         before = to_ids(self.tokens[-1:]) if tokens is None else tokens
+        # Row 0 is the position after the text. A token's own row follows its parent's row.
         rows = mx.array(places_after(self.places, tokens, parents))
         logits = self.logits[rows]
         if self.at_once:
@@ -63,26 +66,31 @@ class BlockSource(HeadReader):
         return self.head.corrected(logits, self.states[rows], before)
 
     def read(self) -> list[Any]:
-        """Add all states that wait to the head's caches."""
         if self.waiting.num_rows:
             self.head.read(self.waiting.take(self.waiting.num_rows), self.cache)
         return states_of(self.cache)
 
 
 def block_options(config: Config) -> Config:
-    """The entries of a config of z-lab or speculators, nested ones too."""
+    """The entries of a config of z-lab or speculators, with nested entries."""
     return {**config, **(config.get("dflash_config") or {})}
 
 
-def block_layers(said: Config, depth: int, num_layers: int) -> Sequence[int]:
-    """Layers of the target that are read, from 0; depth, num_layers: of the head, of the target."""
-    # of speculators: Hugging Face's states, the first the embedding
-    if (ids := said.get("aux_hidden_state_layer_ids")) is not None:
+def block_layers(settings: Config, depth: int, num_layers: int) -> Sequence[int]:
+    """Layers of the target, from 0, that the head reads.
+
+    Args:
+        settings: config of the head.
+        depth: layers of the head.
+        num_layers: layers of the target.
+    """
+    # speculators numbers Hugging Face's hidden states, and the first of these is the embedding.
+    if (ids := settings.get("aux_hidden_state_layer_ids")) is not None:
         return [i - 1 for i in ids]
-    if layers := said.get("target_layer_ids"):
+    if layers := settings.get("target_layer_ids"):
         return list(layers)
-    # evenly spread, from the second to the third last
-    most = said.get("num_target_layers", num_layers)
+    # Evenly spaced, from the second layer to the third last.
+    most = settings.get("num_target_layers", num_layers)
     if depth == 1:
         return [most // 2]
     return [round(1 + i * (most - 4) / (depth - 1)) for i in range(depth)]
@@ -91,8 +99,8 @@ def block_layers(said: Config, depth: int, num_layers: int) -> Sequence[int]:
 class GroupedConvolution(nn.Module):  # type: ignore[misc]
     """DFlash 2's causal convolutions before and after a part of a layer.
 
-    A kernel is `base_kernel` [2, taps, D] and, by group of channels, a projection of the part's
-    input (`GroupedDynamicCausalConv` of the package dflash).
+    A kernel is the sum of `base_kernel` [2, taps, D] and a projection of the part's input for each
+    group of channels (`GroupedDynamicCausalConv` in the package dflash).
     """
 
     def __init__(self, width: int, config: Config) -> None:
@@ -102,8 +110,9 @@ class GroupedConvolution(nn.Module):  # type: ignore[misc]
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 
     def around(self, part: Callable[[mx.array], Any], x: mx.array) -> mx.array:
-        """Run a part of a layer on states [1, B, D], with a convolution before and after it."""
+        """Run a part of a layer on states [1, B, D], with a convolution before and after."""
         _, taps, width = self.base_kernel.shape
+        # kernel(t) = base_kernel + projection(x(t)), y(t) = sum over taps k of kernel_k(t) x(t - k)
         dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
         kernels = mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
 
@@ -116,9 +125,9 @@ class GroupedConvolution(nn.Module):  # type: ignore[misc]
 
 
 class CandidateSelector(nn.Module):  # type: ignore[misc]
-    """DFlash 2's choice: a score is added to each of a place's `top` tokens, by the token before.
+    """DFlash 2's choice: the `top` tokens at a position get a score by the token before.
 
-    The authors' sampler knows the temperature alone; here drafts keep to the target's filters.
+    The authors' sampler knows only the temperature. Here drafts also follow the target's filters.
     """
 
     def __init__(self, width: int, config: Config) -> None:
@@ -131,23 +140,23 @@ class CandidateSelector(nn.Module):  # type: ignore[misc]
         self.hidden_projection = nn.Linear(width, config["selector_rank"], bias=False)
 
     def __call__(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
-        """Logits [n, V] after tokens [n]: of each place's top ones, with their scores."""
+        """Logits [n, V] after tokens [n]. All except the top tokens get -inf."""
         ids = top_tokens(logits, min(self.top, logits.shape[-1]))
         first, second = self.predecessor_codebook, self.successor_codebook
-        asked = first[within(before, first)] * self.hidden_projection(states)
-        scores = (second[within(ids, second)] @ asked[..., None])[..., 0]
+        # score(token) = successor(token) . (predecessor(token before) * W state)
+        query = first[within(before, first)] * self.hidden_projection(states)
+        scores = (second[within(ids, second)] @ query[..., None])[..., 0]
         scores = scores + mx.take_along_axis(logits, ids, axis=-1)
         return spread(scores, ids, logits.shape[-1])
 
 
 class MarkovHead(nn.Module):  # type: ignore[misc]
-    """DSpark's bias of low rank, by the token before; a gated one by the state as well.
+    """DSpark's bias of low rank by the token before, or by the state as well if it is gated.
 
-    DSpark's estimate of confidence is not read.
+    DSpark's estimate of confidence is not used. Raises ValueError for an unknown kind.
     """
 
     def __init__(self, width: int, config: Config) -> None:
-        """Raise ValueError for a kind that is not known."""
         super().__init__()
         rank, kind = config["markov_rank"], config.get("markov_head_type", "vanilla")
         if kind not in ("vanilla", "gated"):
@@ -159,103 +168,110 @@ class MarkovHead(nn.Module):  # type: ignore[misc]
             self.gate_proj = nn.Linear(width + rank, rank)
 
     def __call__(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
-        """Logits [n, V] after tokens [n], with their bias."""
-        made = self.markov_w1(within(before, self.markov_w1.weight))
+        """Logits [n, V] after tokens [n], with the bias."""
+        # bias = W2 W1(token before), and with a gate W2 (W1(token before) * sigmoid(W [state,
+        # W1(...)]))
+        code = self.markov_w1(within(before, self.markov_w1.weight))
         if "gate_proj" in self:
-            made = made * mx.sigmoid(self.gate_proj(mx.concatenate([states, made], axis=-1)))
-        return logits + match_vocab(self.markov_w2(made), logits.shape[-1])
+            code = code * mx.sigmoid(self.gate_proj(mx.concatenate([states, code], axis=-1)))
+        return logits + match_vocab(self.markov_w2(code), logits.shape[-1])
 
 
 class DFlash(LayersHead):
-    """A DFlash head; with a draft vocabulary it has a matrix of its own over that.
+    """A DFlash head, a DFlash 2 head with convolutions, or a DSpark head with a Markov chain.
 
-    block_size: with the known first token. causal: by layer, a place does not see later ones of its
-    block. logit_cap: logits are cap * tanh(logits / cap). from_anchor: the known token's own place
-    drafts as well. layers: in place of those that the config names. DFlash 2 adds convolutions and
-    a `candidate_selector`, DSpark a `markov_head`.
+    Attributes:
+        block_size: positions of a block, with the known first token.
+        causal: layers in which a position does not see later positions of its block.
+        from_anchor: the position of the known token drafts as well.
+        most_drafted: most tokens of a draft.
+        embedding_scale: factor of the embeddings.
+        logit_scale: factor of the logits.
+        logit_cap: cap of the logits, or None.
     """
 
     source = BlockSource
 
-    def __init__(self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None) -> None:
-        said = block_options(config)
+    def __init__(
+        self, config: Config, anatomy: Anatomy, layers: Sequence[int] | None = None
+    ) -> None:
+        settings = block_options(config)
         layer = {"model_type": "qwen3", **text_part(config)}
         depth = layer["num_hidden_layers"]
-        fused = layers or block_layers(said, depth, ends.num_layers)
-        super().__init__(layer, fused, ends)
+        fused = layers or block_layers(settings, depth, anatomy.num_layers)
+        super().__init__(layer, fused, anatomy)
         kinds = layer.get("layer_types") or [""] * depth
         slides = [kind == SLIDING for kind in kinds]
         window = layer.get("sliding_window")
         self.windows = tuple(window if slide else None for slide in slides)
-        causal = [] if said.get("sliding_window_non_causal") else slides
-        if said.get("is_causal") is not None:
-            causal = [said["is_causal"]] * depth
+        causal = [] if settings.get("sliding_window_non_causal") else slides
+        if settings.get("is_causal") is not None:
+            causal = [settings["is_causal"]] * depth
         self.causal = {i for i, is_causal in enumerate(causal) if is_causal}
-        self.mask_token = said["mask_token_id"]
-        self.block_size = said.get("block_size", 16)
-        # of Gemma's embeddings
+        self.mask_token = settings["mask_token_id"]
+        self.block_size = settings.get("block_size", 16)
+        # Gemma scales its embeddings by sqrt(D), and `anatomy.embed` does not.
         scale = self.width**0.5 if is_gemma4(layer) else 1.0
-        self.embedding_scale = said.get("input_embedding_scale", scale)
-        self.logit_scale = said.get("output_multiplier", 1.0)
-        self.logit_cap = said.get("final_logit_softcapping") or None
-        self.from_anchor = said.get("sample_from_anchor", "markov_rank" in said)
+        self.embedding_scale = settings.get("input_embedding_scale", scale)
+        self.logit_scale = settings.get("output_multiplier", 1.0)
+        self.logit_cap = settings.get("final_logit_softcapping") or None
+        self.from_anchor = settings.get("sample_from_anchor", "markov_rank" in settings)
         self.most_drafted = self.block_size - (not self.from_anchor)
         self.kind = "DFlash"
-        sizes = {"vocab_size": layer.get("vocab_size"), **said}
-        if "selector_rank" in said:
+        sizes = {"vocab_size": layer.get("vocab_size"), **settings}
+        if "selector_rank" in settings:
             self.kind = "DFlash 2"
-            for own in self.layers:
-                own.attention_conv = GroupedConvolution(self.width, said)
-                own.mlp_conv = GroupedConvolution(self.width, said)
+            for block_layer in self.layers:
+                block_layer.attention_conv = GroupedConvolution(self.width, settings)
+                block_layer.mlp_conv = GroupedConvolution(self.width, settings)
             self.candidate_selector = CandidateSelector(self.width, sizes)
-        if "markov_rank" in said:
+        if "markov_rank" in settings:
             self.kind = "DSpark"
-            if said["markov_rank"]:
+            if settings["markov_rank"]:
                 self.markov_head = MarkovHead(self.width, sizes)
 
     @property
     def correctors(self) -> list[Any]:
-        """The parts that correct the logits of a place by the token before it."""
         return [self[name] for name in ("candidate_selector", "markov_head") if name in self]
 
     @property
     def corrects(self) -> bool:
-        """True if it has any."""
         return bool(self.correctors)
 
     def rows(self, features: FeatureRows) -> Any:
-        """[n, D] the outputs of the target's layers, fused and normed."""
+        """Fused and normed outputs [n, D] of the target's layers."""
         return self.hidden_norm(super().rows(features))
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
-        """Add n rows [n, D] to the context: their keys and values in every layer."""
-        for layer, kept in zip(self.layers, cache, strict=True):
-            # lazy: attention itself is never computed
-            layer.self_attn(rows[None], None, kept)
+        """Add the keys and values of n rows [n, D] to every layer."""
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            # The call fills the cache. Its output is not used, so MLX never computes the attention.
+            layer.self_attn(rows[None], None, layer_cache)
 
     def states(self, token: int, number: int, cache: list[Any]) -> Any:
-        """Normed states [n, D] of the n tokens after `token`, by a block that is not kept."""
+        """Normed states [n, D] of the n tokens after `token`."""
         size = self.block_size
         tokens = to_ids([token, *[self.mask_token] * (size - 1)])
-        h = self.ends.embed(tokens)[None] * self.embedding_scale
-        for i, (layer, kept) in enumerate(zip(self.layers, cache, strict=True)):
-            h = self.run(layer, h, self.mask(i, kept.offset, size), kept)
-            kept.trim(size)
+        h = self.anatomy.embed(tokens)[None] * self.embedding_scale
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
+            h = self.run(layer, h, self.mask(i, layer_cache.offset, size), layer_cache)
+            # The block holds masks, so it is dropped. The context has only rows of the target.
+            layer_cache.trim(size)
+        # The known token's own state predicts a token only if the head drafts from its anchor.
         first = size - self.most_drafted
         return self.norm(h[0, first : first + number])
 
-    def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
-        """States [1, B, D] of a block after a layer."""
+    def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, layer_cache: Any) -> Any:
         if "attention_conv" in layer:
-            attend = lambda x: layer.self_attn(x, mask, kept)  # noqa: E731
+            attend = lambda x: layer.self_attn(x, mask, layer_cache)  # noqa: E731
             h = h + layer.attention_conv.around(attend, layer.input_layernorm(h))
             return h + layer.mlp_conv.around(layer.mlp, layer.post_attention_layernorm(h))
-        made = layer(h, mask, kept)
-        # Gemma's layers give their keys, too
-        return made[0] if isinstance(made, tuple) else made
+        output = layer(h, mask, layer_cache)
+        # Gemma's layers also return their keys and values.
+        return output[0] if isinstance(output, tuple) else output
 
     def mask(self, layer: int, start: int, size: int) -> mx.array | None:
-        """[B, start + B] places that each of a block of B sees in a layer; None for all."""
+        """Positions [B, start + B] that each position of a block sees, or None for all."""
         window, is_causal = self.windows[layer], layer in self.causal
         if window is None and not is_causal:
             return None
@@ -264,35 +280,34 @@ class DFlash(LayersHead):
         return near & (back >= 0) if is_causal else near
 
     def draft_logits(self, states: mx.array) -> Any:
-        """Logits [..., Vd] of normed states [..., D], scaled and capped."""
         logits, cap = super().draft_logits(states) * self.logit_scale, self.logit_cap
+        # cap * tanh(logits / cap)
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
     def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
-        """Logits [n, V] after tokens [n], from those of the places and their states [n, D]."""
+        """Logits [n, V] after tokens [n], from the logits and states [n, D] of their positions."""
         for part in self.correctors:
             logits = part(logits, states, before)
         return logits
 
     def notes(self) -> list[str]:
-        """Layers, block, vocabulary, windows, corrections."""
         layers, *others = super().notes()
         more = [part.note for part in self.correctors]
         return [layers, f"blocks of {self.block_size}", *others, *more]
 
 
 class Medusa(Head):
-    """Heads of some blocks each; own_heads: rows of their own matrices, 0 for the target's head."""
+    """Medusa heads. `own_heads` is the number of rows of their own matrices, 0 for none."""
 
     kind = "Medusa"
     source = BlockSource
     corrects = False
 
     def __init__(
-        self, num_heads: int, num_layers: int, ends: Anatomy, *, own_heads: int = 0
+        self, num_heads: int, num_layers: int, anatomy: Anatomy, *, own_heads: int = 0
     ) -> None:
         super().__init__()
-        self.ends, width = ends, ends.width
+        self.anatomy, width = anatomy, anatomy.width
         self.most_drafted = num_heads
         layers, heads = range(num_layers), range(num_heads)
         self.blocks = [[nn.Linear(width, width) for _ in layers] for _ in heads]
@@ -300,30 +315,28 @@ class Medusa(Head):
             self.lm_heads = [nn.Linear(width, own_heads, bias=False) for _ in heads]
 
     def make_cache(self) -> list[Any]:
-        """A place for the last state."""
         return [ArraysCache(1)]
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
-        """Keep the last of the target's states [n, D]."""
+        # The heads draft from the last state only, so the cache is one slot.
         cache[0][0] = rows[-1:]
 
     def states(self, token: int, number: int, cache: list[Any]) -> mx.array:
-        """States [n, D] of the first n heads."""
         return mx.concatenate([self.state(cache[0][0], i) for i in range(number)])
 
     def draft_logits(self, states: mx.array) -> Any:
-        """Logits [n, V] of the first n heads, from the state of each."""
+        """Logits [n, V] of the first n heads, from the state of each head."""
         if "lm_heads" not in self:
             return super().draft_logits(states)
         each = zip(self.lm_heads, mx.split(states, states.shape[0]), strict=False)
         return mx.concatenate([matrix(state) for matrix, state in each])
 
     def state(self, state: mx.array, index: int) -> mx.array:
-        """A head's state [..., D] below its matrix, from the target's [..., D]."""
+        """State [..., D] of one head, from the target's state [..., D]."""
         for block in self.blocks[index]:
+            # x + silu(W x + b) for each block
             state = state + nn.silu(block(state))
         return state
 
     def notes(self) -> list[str]:
-        """Number of heads."""
         return [f"{len(self.blocks)} heads", *super().notes()]

@@ -15,39 +15,42 @@ from specdec_mlx.token_ids import to_ids
 
 @dataclass(frozen=True, eq=False)
 class PardDrafter(ModelDrafter):
-    """Draft with a model trained to draft in parallel; mask_token: `pard_token` in its config."""
+    """Draft with a model that was trained to draft in parallel.
+
+    Attributes:
+        mask_token: `pard_token` in the model's config.
+    """
 
     tokenizers: str = "same"
     mask_token: int = 0
 
     @property
     def key(self) -> str:
-        """The model by its content, and how it drafts."""
         return f"PARD {super().key}"
 
     def describe(self) -> str:
-        """Kind and mask token."""
         return f"PARD; mask token {self.mask_token}"
 
     def source(self, prompt: Sequence[int], context: DraftContext) -> PardSource:
-        """The model's side of a generation."""
         return PardSource(self, prompt, context)
 
 
 class PardSource(ModelReader):
-    """Feeds a mask for each token of a draft but the first; its caches hold the text alone."""
+    """Feeds a mask for each token of a draft except the first."""
 
     at_once = True
     drafter: PardDrafter
 
     def begin_draft(self, limit: int) -> int:
-        """Feed the text and the masks, and drop the masks."""
         if limit == 0:
             return 0
         self.catch_up()
         pending, length = self.in_one_pass(limit)
         self.rollback.checkpoint()
+        # The row of the last token of the text predicts the first drafted token, and each mask
+        # predicts one more.
         masks = [self.drafter.mask_token] * (length - 1)
         self.logits, self.places = self.feed(to_ids([*pending, *masks]))[-length:], [0]
+        # The masks are dropped, so that the caches hold the text only.
         self.rollback.rewind_to(len(self.tokens))
         return length

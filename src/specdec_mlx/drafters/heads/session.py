@@ -22,48 +22,56 @@ import mlx.core as mx
 
 from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
-from specdec_mlx.drafters.writing import DraftSource, Parents
+from specdec_mlx.drafters.draft_sources import DraftSource, Parents
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.trees.tree_pass import next_level, pass_over, patch_ropes, takes_trees, view_of
 
 
-class Unread:
-    """States [n, W], in parts, of consecutive positions from `start` on that were not read yet."""
+class UnreadStates:
+    """States [n, W] of consecutive positions that a layer has not read yet.
+
+    Attributes:
+        start: position of the first state.
+        num_rows: number of states.
+        parts: the states, in arrays of one or more rows.
+    """
 
     def __init__(self) -> None:
         self.start = self.num_rows = 0
         self.parts: list[mx.array] = []
 
     def add(self, rows: mx.array) -> None:
-        """Append rows [n, W]."""
         self.parts.append(rows)
         self.num_rows += rows.shape[0]
 
     def first(self, num_rows: int) -> mx.array:
-        """The first rows, at most as many as there are."""
+        # Joined only when read, because each verdict adds a few rows.
         self.parts = [mx.concatenate(self.parts)]
         return self.parts[0][:num_rows]
 
     def take(self, num_rows: int) -> mx.array:
-        """Remove and return the first rows, at most as many as there are."""
-        taken = self.first(num_rows)
-        rest = self.parts[0][taken.shape[0] :]
+        """Remove and return the first rows, or all if there are fewer."""
+        rows = self.first(num_rows)
+        rest = self.parts[0][rows.shape[0] :]
         self.parts, self.num_rows = [rest] if rest.shape[0] else [], rest.shape[0]
-        self.start += taken.shape[0]
-        return taken
+        self.start += rows.shape[0]
+        return rows
 
 
 class HeadReader(DraftSource):
-    """A head's side of a generation; an earlier turn in the target's caches is unknown to it.
+    """Follows a text for a head. Positions of earlier turns in the target's caches are not read.
 
-    waiting: the target's states that it was shown. takers: all that take them, this first.
-    reads_alone: it reads what waits by itself where that is much, and not with other texts.
+    Attributes:
+        takers: the unread states of all layers that read the target's states.
+        waiting: the unread states of the first layer.
+        reads_alone: many waiting states are read by this reader. False in a batch, which reads the
+            states of all its texts together.
     """
 
     reads_alone = True
 
     def __init__(
-        self, head: Any, prompt: Sequence[int], context: DraftContext, takers: list[Unread]
+        self, head: Any, prompt: Sequence[int], context: DraftContext, takers: list[UnreadStates]
     ) -> None:
         super().__init__(prompt, context, context.num_unseen)
         self.head = head
@@ -71,113 +79,123 @@ class HeadReader(DraftSource):
         self.waiting = takers[0]
 
     def see(self, features: FeatureRows) -> None:
-        """Take the rows of further positions; a long prompt is read chunk by chunk."""
         for unread in self.takers:
             unread.add(self.head.rows(features))
         self.read_if_many()
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Take the tokens emitted."""
         super().observe(tokens)
         self.read_if_many()
 
     def read_if_many(self) -> None:
-        """Read what waits, since states take room."""
+        """Read the waiting states if there are many."""
+        # Waiting states take memory.
         if self.reads_alone and self.waiting.num_rows >= MOST_WAITING:
             mx.async_eval(self.read())
 
     @abstractmethod
     def read(self) -> list[Any]:
-        """Read what can be before a draft; the arrays to compute for it."""
+        """Read all complete pairs except the last. Returns the arrays to compute."""
 
 
-class Level:
-    """One layer in a generation; its caches hold what was taken of `unread`, and the latest draft.
+class LayerState:
+    """One layer in a generation.
 
-    unread: the states that it reads.
+    Attributes:
+        unread: states that the layer has not read.
+        rollback: its caches, which hold the states it has read and the latest draft.
     """
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self.unread = Unread()
+        self.unread = UnreadStates()
         self.rollback = Rollback(layer.make_cache())
 
     def step(self, states: mx.array, tokens: mx.array) -> Any:
-        """States [n, D] of n further positions, from states [n, D] and tokens [n]."""
         made = self.layer.step(states, tokens, self.rollback.caches)
         self.rollback.advance(states.shape[0])
         return made
 
 
 class RecurrentSource(HeadReader):
-    """Reads pairs as they become known, and drafts from the state [1, D] of the last one.
+    """Reads pairs when both parts are known, and drafts from the state of the last pair.
 
-    drafted: tokens of the draft. made: states that its next step starts from.
+    Attributes:
+        levels: the head's layers.
+        state: the head's state [1, D] of the last pair, or None before the first pair.
+        drafted: tokens of the draft.
+        next_states: states that the next step of the draft starts from.
+        fed_parents: parents of the tree's nodes in the caches.
     """
 
     drafted: list[mx.array]
-    made: list[mx.array]
+    next_states: list[mx.array]
     fed_parents: list[int]
 
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
-        self.levels = [Level(layer) for layer in head.levels]
+        self.levels = [LayerState(layer) for layer in head.levels]
         self.first = self.levels[0]
+        # s_k(t) = layer_k(s_{k-1}(t), embed(x_{t+1+k})) if chained, else layer_k(h_t, ...)
         takers = self.levels[:1] if head.chained else self.levels
         super().__init__(head, prompt, context, [level.unread for level in takers])
         self.state: mx.array | None = None
 
     @property
     def takes_trees(self) -> bool:
-        """True if its caches take them."""
         return takes_trees(self.first.rollback)
 
     def begin_draft(self, limit: int) -> int:
-        """Read all pairs; `limit`, or the number of layers, 0 before there was a pair."""
+        """Read all pairs. Returns the longest possible draft, 0 before the first pair."""
         if limit == 0:
             return 0
-        # all but the last for keys and values alone
+        # A layer computes only keys and values of pairs whose state is not used, so most of a long
+        # prompt is cheap.
         if self.waiting.num_rows >= MANY_WAITING:
-            self.read_pairs(but=1)
+            self.read_pairs(except_last=1)
         self.read_pairs()
         if self.state is None:
             return 0
         for level in self.levels:
             level.rollback.checkpoint()
-        self.drafted, self.made = [], [self.state] if self.head.moves_on else []
+        self.drafted, self.next_states = [], [self.state] if self.head.moves_on else []
         self.fed_parents = []
         return limit if self.head.moves_on else min(limit, len(self.levels))
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
-        """Logits of the state of the last pair, then of steps over drafted tokens."""
+        """Logits [1, V] after the last pair, or [n, V] after n drafted tokens."""
         made, level = self.state, self.first
         if tokens is not None and parents is not None:
             made = self._grow(tokens, parents)
         elif tokens is not None:
             self.drafted.append(tokens)
             level = self.levels[min(len(self.drafted), len(self.levels) - 1)]
-            # a layer of its own reads the states for which it lacked a token until now, too
-            rows = mx.concatenate([*([] if self.head.moves_on else level.unread.parts), *self.made])
+            # A layer for one token also reads the states whose next token was unknown until now.
+            rows = mx.concatenate(
+                [*([] if self.head.moves_on else level.unread.parts), *self.next_states]
+            )
             made = level.step(rows, mx.concatenate(self.drafted[-rows.shape[0] :]))[-1:]
-            self.made = [made] if self.head.chained else []
+            self.next_states = [made] if self.head.chained else []
         return level.layer.logits(made)
 
     def _grow(self, tokens: mx.array, parents: Sequence[int]) -> Any:
-        """States [n, D] of further nodes of a tree, from the states of their parents."""
+        """States [n, D] of n new nodes of a tree, from the states of their parents."""
+        # Rotary embeddings take one offset for all rows, and each node has its own position.
         patch_ropes(self.head)
         rows, rollback = next_level(self.fed_parents, parents), self.first.rollback
-        states = self.made[0][mx.array(list(parents)) + 1]
+        # Row 0 is the state of the text, and ROOT is -1.
+        states = self.next_states[0][mx.array(list(parents)) + 1]
         with pass_over(rows):
             views = [view_of(cache, rows) for cache in rollback.caches]
             made = self.head.step(states, tokens, views)
         rollback.advance(len(rows))
-        self.made = [mx.concatenate([*self.made, made])]
+        self.next_states = [mx.concatenate([*self.next_states, made])]
         return made
 
     def hand_over(self) -> Rollback | None:
-        """Its caches, to become a row, with all pairs but the last; None before the first token."""
+        """Give the caches to a batch, with all pairs except the last. None before any pair."""
         if len(self.tokens) == self.num_prompt or self.num_unread < 1:
             return None
-        self.read_pairs(but=1)
+        self.read_pairs(except_last=1)
         if not self.waiting.start:
             return None
         self.reads_alone = False
@@ -185,12 +203,12 @@ class RecurrentSource(HeadReader):
 
     @property
     def num_held(self) -> int:
-        """Pairs in its row that count."""
+        """Number of valid pairs in its row."""
         return self.waiting.start
 
     @property
     def num_unread(self) -> int:
-        """Pairs that are complete, and not read."""
+        """Number of complete pairs that have not been read."""
         return min(self.waiting.num_rows, len(self.tokens) - 1 - self.waiting.start)
 
     def unread(self, count: int) -> tuple[list[int], mx.array]:
@@ -199,28 +217,31 @@ class RecurrentSource(HeadReader):
         return self.tokens[first : first + count], self.waiting.first(count)
 
     def count_read(self, count: int) -> None:
-        """Drop so many pairs, which its row has read."""
         self.waiting.take(count)
 
     def read(self) -> list[Any]:
-        """Read the complete pairs but the last: the last layer computes only keys and values."""
-        self.read_pairs(but=1)
+        """Read all complete pairs except the last. Returns the arrays to compute."""
+        self.read_pairs(except_last=1)
         states = [array for level in self.levels for array in states_of(level.rollback.caches)]
         return [*states, *(level.unread.parts for level in self.levels[1:])]
 
-    def read_pairs(self, but: int = 0) -> None:
-        """Drop drafts and read the complete pairs, in the first layer all but so many."""
+    def read_pairs(self, except_last: int = 0) -> None:
+        """Drop the draft, and read the complete pairs. `except_last` applies to the first layer."""
         for depth, level in enumerate(self.levels):
             unread = level.unread
+            # The states of a draft were the head's own. The verified positions are read again with
+            # the target's states.
             level.rollback.rewind_to(unread.start)
+            # Layer k pairs h_t with x_{t+1+k}, so it lags k positions behind the text.
             known = len(self.tokens) - 1 - depth - unread.start
-            number = min(unread.num_rows, known) - (but if depth == 0 else 0)
+            number = min(unread.num_rows, known) - (except_last if depth == 0 else 0)
             while number > 0:
                 count = min(number, self.context.prefill_step_size)
                 first = unread.start + 1 + depth
                 made = level.step(unread.take(count), to_ids(self.tokens[first : first + count]))
                 number -= count
                 if depth == 0:
-                    self.state = None if but else made[-1:]
+                    # Keeping no output of the pass lets MLX skip the attention of these rows.
+                    self.state = None if except_last else made[-1:]
                 if self.head.chained and level is not self.levels[-1]:
                     self.levels[depth + 1].unread.add(made)

@@ -30,8 +30,8 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import Auto, DraftLength, Fixed, make_draft_length
+from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.model import ModelReader
-from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.duck_typed import begin_session
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.exactness.probe import can_hold_rows

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter, Session
+from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE
 from specdec_mlx.drafters.model import ModelReader
-from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.duck_typed import begin_session
 
 

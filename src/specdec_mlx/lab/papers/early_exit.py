@@ -20,8 +20,8 @@ from mlx_lm.models.qwen2 import MLP
 
 from specdec_mlx.caches import leaves
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter, ModelReader
+from specdec_mlx.drafters.reduced_models import first_layers
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import anatomy_of, setting
 

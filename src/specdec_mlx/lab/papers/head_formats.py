@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from specdec_mlx.drafters.heads.drafter import target_ends
+from specdec_mlx.drafters.heads.drafter import anatomy_for_head
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.loading import Format, Variant, check_sizes
 from specdec_mlx.drafters.model import ModelDrafter
@@ -26,7 +26,7 @@ def _pass(
 ) -> ModelDrafter:
     from specdec_mlx.lab.papers.parallel_sampling import load_pass
 
-    check_sizes(files, target_ends(target))
+    check_sizes(files, anatomy_for_head(target))
     if variant != Variant():
         raise HeadError(
             f"{files.name} is a PaSS head, which has no matrices and reads no states: leave "

@@ -19,11 +19,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.contracts import DraftContext
+from specdec_mlx.drafters.draft_sources import way_of_writing
 from specdec_mlx.drafters.fingerprint import fingerprint
-from specdec_mlx.drafters.heads.drafter import target_ends
+from specdec_mlx.drafters.heads.drafter import anatomy_for_head
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.model import ModelDrafter, ModelReader, check_caches_fit
-from specdec_mlx.drafters.writing import way_of_writing
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import anatomy_of, change_class, setting
 from specdec_mlx.token_ids import to_ids
@@ -40,7 +40,7 @@ class LookAhead(nn.Module):  # type: ignore[misc]
     def __init__(self, target: nn.Module, number: int) -> None:
         """Begin with the mean of the target's embeddings. HeadError if they were not found."""
         super().__init__()
-        anatomy = target_ends(target)
+        anatomy = anatomy_for_head(target)
         # The mean embedding prefers no token.
         mean = anatomy.embed(mx.arange(anatomy.vocab_size)).mean(axis=0, keepdims=True)
         self.rows = mx.repeat(mean, number, axis=0)

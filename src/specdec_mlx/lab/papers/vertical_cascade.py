@@ -19,11 +19,11 @@ from specdec_mlx.contracts import (
     Session,
 )
 from specdec_mlx.drafters.choosing.registry import make_drafter
+from specdec_mlx.drafters.draft_sources import Parents, WritingSession, way_of_writing
 from specdec_mlx.drafters.drawing import sampling_of_drafts
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.model import ModelDrafter, ModelSource
 from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
-from specdec_mlx.drafters.writing import Parents, WritingSession, way_of_writing
 from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.lab.papers.draft_ahead import begin_ahead, propose_after

@@ -23,11 +23,11 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from mlx.utils import tree_map
 
 from specdec_mlx.contracts import DraftContext, Drafter, Features
+from specdec_mlx.drafters.draft_sources import DraftSource
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.writing import DraftSource
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.training.features import live_batch, load_json
 from specdec_mlx.lab.training.fitting import forward_kl, update

@@ -18,11 +18,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Features
-from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
+from specdec_mlx.drafters.heads.drafter import DraftVocabulary, anatomy_for_head
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPHead
 from specdec_mlx.drafters.heads.one_pass import Medusa
-from specdec_mlx.drafters.lighter import first_layers
+from specdec_mlx.drafters.reduced_models import first_layers
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.papers.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.lab.papers.parallel_sampling import LOOK_AHEAD, LookAhead, looking_ahead
@@ -111,7 +111,7 @@ class Recipe:
 
     @property
     def anatomy(self) -> Anatomy:
-        return target_ends(self.target)
+        return anatomy_for_head(self.target)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -380,7 +380,7 @@ def eagle3(recipe: Recipe) -> Trainee:
         "eagle_config": {IDS_KEY: stored_ids(layers), "use_aux_hidden_state": True},
     }
     head = Eagle3(config, anatomy)
-    head.own(embeddings=anatomy.vocab_size if width != anatomy.width else 0, logits=num)
+    head.add_weights(embeddings=anatomy.vocab_size if width != anatomy.width else 0, logits=num)
     head.vocabulary = vocabulary
     known = np.zeros(anatomy.vocab_size, bool)
     known[np.array(vocabulary.ids)] = True

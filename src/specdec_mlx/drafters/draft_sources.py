@@ -25,7 +25,7 @@ from specdec_mlx.drafters.drawing import (
     sampling_of_drafts,
     truncate,
 )
-from specdec_mlx.drafters.growing import TreeDraws
+from specdec_mlx.drafters.tree_drafts import TreeDraws
 
 # of nodes of a tree; None in a chain, each token after the last
 Parents = Sequence[int] | None
