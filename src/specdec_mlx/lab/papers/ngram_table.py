@@ -81,11 +81,8 @@ class NGramTable(PersistentStore):
 
     def add(self, tokens: Sequence[int]) -> None:
         """Count the n-grams of a text [n]."""
-        end_positions, orders = (
-            range(1, len(tokens) + 1),
-            range(self.min_order, self.max_order + 1),
-        )
-        ngrams = (tuple(tokens[end - n : end]) for end in end_positions for n in orders if n <= end)
+        stops, orders = range(1, len(tokens) + 1), range(self.min_order, self.max_order + 1)
+        ngrams = (tuple(tokens[end - n : end]) for end in stops for n in orders if n <= end)
         with self._lock:
             self._add((ngram, 1) for ngram in ngrams)
             self.save_now_and_then()

@@ -286,12 +286,7 @@ class RuleConformance(Conformance):
         return texts
 
     def _drafted(
-        self,
-        target: mx.array,
-        draft: mx.array,
-        is_drawn: bool,
-        position: int,
-        *key_and_state: mx.array,
+        self, target: mx.array, draft: mx.array, is_drawn: bool, position: int, *inputs: mx.array
     ) -> dict[str, mx.array]:
         """Arrays of the decision on one draft [K], and the draft.
 
@@ -300,9 +295,9 @@ class RuleConformance(Conformance):
             draft: log-probabilities [NUM_STATES, V] by state.
             is_drawn: False for point masses.
             position: number of tokens before the draft.
-            key_and_state: the generation's noise key [2], and the state of its text.
+            *inputs: the generation's noise key [2], and the state of its text.
         """
-        key, state = key_and_state
+        key, state = inputs
         noise, coupled = _OwnNoise(0, key), shares_noise(self.subject)
         context = DraftContext(noise=noise, coupled=coupled, vocab_size=VOCAB_SIZE)
         tokens, states = [], [state]

@@ -21,10 +21,9 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.lab.probing import ProbeReport
 from specdec_mlx.lab.prompts import encode_chat, read_prompts
-from specdec_mlx.lab.proof import one_step
+from specdec_mlx.lab.proof import distributions, one_step
 from specdec_mlx.lab.proof import texts as texts_of_parts
 from specdec_mlx.lab.proof.chi_square import scipy
-from specdec_mlx.lab.proof.distributions import Draws, check_declared, check_joint
 from specdec_mlx.lab.proof.report import CheckReport, Finding, Part
 from specdec_mlx.lab.proof.subject import Place, Subject, Work
 from specdec_mlx.models.anatomy import group_of, vocab_size_of
@@ -146,19 +145,17 @@ def _encoded(tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None) -> l
     return encoded
 
 
-def run_parts(
-    subject: Subject, work: Work, progress: bool, num_texts: int | None = None
-) -> list[Part]:
+def run_parts(subject: Subject, work: Work, progress: bool, most: int | None = None) -> list[Part]:
     """Run the parts in order, within the time for all. Later parts use data of earlier parts."""
     steps: list[Place] = []
-    draws = Draws()
+    draws = distributions.Draws()
     probed: list[ProbeReport] = []
     # part -> its share of the remaining time, and its function
     parts: dict[str, tuple[float, Callable[[Work], Finding]]] = {
         "widths": (0.5, lambda work: texts_of_parts.check_widths(subject.model, work, probed)),
         ONE_STEP: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
-        JOINT: (0.5, lambda work: check_joint(subject, work, steps, draws, num_texts)),
-        DECLARED: (1.0, lambda work: check_declared(draws)),
+        JOINT: (0.5, lambda work: distributions.check_joint(subject, work, steps, draws, most)),
+        DECLARED: (1.0, lambda work: distributions.check_declared(draws)),
         "drafter's state": (0.4, partial(texts_of_parts.check_state, subject)),
     }
     for part in all_drafters(subject.drafter):

@@ -104,9 +104,9 @@ class StrategyConformance(Conformance):
     def __init__(self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed) -> None:
         self.subject, self.make_cache, self.feed = strategy, make_cache, feed
         self.window = window_of(make_cache()) or WINDOW
-        half, window = self.window // 2, self.window
+        half, full = self.window // 2, self.window
         # Empty, short, around a full window, and more than two windows.
-        self.lengths = sorted({0, 1, half, window - 1, window, window + 1, 2 * window + 1})
+        self.lengths = sorted({0, 1, half, full - 1, full, full + 1, 2 * full + 1})
         self.refuses = False
         self._plain: list[mx.array] = []
         self._plain_cache = make_cache()  # never drafted on

@@ -300,12 +300,8 @@ def draft_model(recipe: Recipe) -> Trainee:
     def predictions(batch: Batch) -> Iterator[Prediction]:
         yield module(batch.tokens), 0  # logits, because a model's head may do more than multiply
 
-    options: Any = {
-        "reads_text": True,
-        "draft_logits": lambda logits: logits,
-        "tokenizer": tokenizer,
-    }
-    return Trainee(module, anatomy, Features(), config, predictions, **options)
+    rest: Any = {"reads_text": True, "draft_logits": lambda logits: logits, "tokenizer": tokenizer}
+    return Trainee(module, anatomy, Features(), config, predictions, **rest)
 
 
 # Heads that draft on from their own states. They are trained for several steps on these states
