@@ -211,7 +211,6 @@ class Counting:
         return shares_noise(self.rule)
 
     def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
-        """The rule's decision, together with the chances of all rules."""
         tokens, q = to_ids(draft.tokens), draft.probs
         q = point_mass(tokens, target.probs) if q is None else q
         table = chances(target.probs, tokens, q)

@@ -227,7 +227,6 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 def hugging_face_weights(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Every tensor in float32, with Hugging Face's names and order of rows."""
     queries, keys = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
     num_heads = {"attn_q.weight": queries, "attn_k.weight": keys}
     weights = {}
@@ -271,10 +270,10 @@ def hugging_face_name(name: str) -> str:
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Byte-level BPE from GGUF metadata. Single digits are split off first."""
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    # As in SmolLM2, single digits are split off first.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

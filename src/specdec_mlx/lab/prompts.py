@@ -112,7 +112,6 @@ def choose(
 
 
 def spread(items: list[Any], count: int | None) -> list[Any]:
-    """`count` items at equal distances, or all items."""
     if count is None or count >= len(items):
         return items
     # floor(i n / count) for i = 0 ... count - 1

@@ -16,12 +16,10 @@ Table = tuple[list[str], list[tuple[str, ...]], int]
 
 
 def or_dash(value: float | None, digits: int = 2) -> str:
-    """A number with `digits` decimals, or a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def table_of(items: Sequence[Any], text: Columns, numbers: Columns) -> Table:
-    """A row for each item. Columns that have only dashes are left out."""
     cells = {name: [cell(item) for item in items] for name, cell in (text | numbers).items()}
     # A benchmark without a rule or an interval has no such column.
     filled = {name: column for name, column in cells.items() if {*column} - {"-"}}

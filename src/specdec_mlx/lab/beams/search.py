@@ -162,7 +162,6 @@ def copy_of(session: Session | None) -> Session | None:
 
 
 def paths_of(draft: Draft, limit: int) -> list[Tokens]:
-    """The paths from the root of a draft to its leaves, cut to `limit` tokens."""
     texts = texts_of(draft)
     inner = {text[:-1] for text in texts}
     return list(dict.fromkeys(text[:limit] for text in texts if text not in inner))
@@ -306,11 +305,9 @@ class BeamSearch:
         return self.beams
 
     def _open(self) -> list[Tokens]:
-        """Generated tokens of the unfinished beams."""
         return [beam.tokens for beam in self.beams if not beam.is_finished]
 
     def _guesses(self, texts: list[Tokens]) -> list[Tokens]:
-        """Rows of the next pass: each beam with its drafts, or without."""
         # Every pass gives one step without a draft.
         left = self.max_tokens - self.num_steps - 1
         if self.drafting is None or (limit := min(self.length.limit("", False), left)) == 0:

@@ -106,6 +106,7 @@ class CostMeter:
         self._widths = tuple(widths)
         how, caches = Options(rule="match"), Rollback.of(model)
         self._verifier = Verifier(model, caches, how)
+        # Real text, because it decides which experts a model with experts reads.
         self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))
@@ -135,7 +136,6 @@ class CostMeter:
         return CostCurve(MEASURED, self._widths, *(tuple(column) for column in columns.tolist()))
 
     def _time(self, width: int) -> float:
-        """Seconds of a pass, which is then rolled back."""
         rollback = self._verifier.rollback
         start = rollback.position
         rollback.checkpoint()
@@ -145,6 +145,7 @@ class CostMeter:
             block = self._verifier.launch(self._tokens[:1], Draft(self._tokens[1:width]), 0)
             block.read()
         seconds = time.perf_counter() - began
+        # All widths are timed at the same length of the cache.
         rollback.rewind_to(start)
         rollback.drop_checkpoints()
         return seconds

@@ -67,7 +67,6 @@ class Record(Struct, Rows, frozen=True, forbid_unknown_fields=True):
         return next(ratios, None)
 
     def rows(self) -> list[Row]:
-        """A row for each result, with its fields as columns."""
         return [asdict(r) | {"accepted_share": r.accepted_share} for r in self.results]
 
     def plot(self) -> Figure:
@@ -77,7 +76,6 @@ class Record(Struct, Rows, frozen=True, forbid_unknown_fields=True):
         return figure
 
     def speeds(self) -> Table:
-        """Speed and counts of each contender in each category, with all sessions together."""
         return results_table([r for r in self.results if not r.session], SPEEDS)
 
     def __repr__(self) -> str:
@@ -212,7 +210,6 @@ def results_table(results: Sequence[Result], columns: Columns, category: str = "
 
 
 def format_cost(curve: CostCurve) -> str:
-    """c(m) in milliseconds, and relative to one position."""
     header = ["positions", *(str(m) for m in curve.positions)]
     rows = [
         ["ms", *(f"{1e3 * s:.1f}" for s in curve.seconds)],

@@ -173,7 +173,6 @@ class ModelledClock(RoundClock):
     def record(
         self, current: Round, outcome: Outcome, ahead: Round | None, context: int, started: float
     ) -> RoundRecord:
-        """The record of a round, with modelled seconds."""
         round_ = super().record(current, outcome, ahead, context, started)
         drafting = self.draft_seconds * self._num_steps(round_)
         verifying = self.cost(round_.fed)
@@ -242,7 +241,6 @@ def modelled(
     accepted: int,
     drafting_rounds: int = 0,
 ) -> Sample:
-    """The sample of a modelled run, without the drafter's name."""
     return Sample(
         "",
         id=text.id,

@@ -93,14 +93,12 @@ class Result(Way, frozen=True, kw_only=True):
 
     @property
     def accepted_share(self) -> float:
-        """Share of drafted tokens that were accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
 def find_differences(
     model: nn.Module, tasks: Sequence[RecordedText], samples: Sequence[Sample]
 ) -> list[Difference]:
-    """Compare each sample's text with plain decoding's in the same repeat."""
     prompts = {task.id: task.prompt for task in tasks}
     plain = {(s.id, s.repeat): s.tokens for s in samples if s.drafter == PLAIN}
     # Repeats and contenders often differ at the same place.
@@ -199,7 +197,6 @@ def _times(samples: list[Sample]) -> dict[str, list[float]]:
 
 
 def _speeds(contender: dict[str, list[float]], baseline: dict[str, list[float]]) -> dict[str, Any]:
-    """The speeds of a result, over texts for which both sides have times."""
     speeds: dict[str, float] = {}
     names = [name for name in contender if name in baseline]
     if not names:

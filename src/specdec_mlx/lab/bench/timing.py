@@ -77,8 +77,6 @@ class Contender(Way, frozen=True, kw_only=True):
 
 
 def plain(model: nn.Module, temp: float = 0.0) -> Contender:
-    """mlx-lm without speculation, the baseline."""
-
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
         sampler = make_sampler(temp)
@@ -93,7 +91,6 @@ def plain(model: nn.Module, temp: float = 0.0) -> Contender:
 def mlx_lm_speculation(
     model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
 ) -> Contender:
-    """mlx-lm's own speculative decoding, with `draft_length` tokens in each round."""
     # mlx-lm may remove it, and only this contender needs it
     from mlx_lm.generate import speculative_generate_step
 

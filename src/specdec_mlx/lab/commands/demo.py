@@ -191,7 +191,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
-    """An edit, a summary and a chat, with prompt lookup."""
     tasks = [
         RecordedText(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()
     ]
@@ -248,7 +247,6 @@ def live_text(show: Show, draft_length: str, until: float) -> Iterator[Speculati
 
 
 def show_live(responses: Iterator[SpeculativeResponse]) -> None:
-    """Stream a text, with accepted draft tokens underlined on a terminal."""
     on, off = ("\033[4m", "\033[0m") if sys.stdout.isatty() else ("", "")
     print(f"Live{' (accepted drafts underlined)' if on else ''}:\n")
     for response in responses:
@@ -264,6 +262,7 @@ def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Samp
     """
 
     def learned() -> Tuning:
+        # Each text begins with what "auto" learned from the live text.
         return copy.deepcopy(tuning_for(show.model))
 
     way: Any = {"tokenizer": show.tokenizer, "tuning_for_text": learned}
@@ -295,7 +294,6 @@ def turns_until(end: float) -> Callable[[], bool]:
 
 
 def verdict(row: Result) -> str:
-    """How a text compares with plain decoding, over all repeats."""
     if row.identical:
         return IDENTICAL
     return TIE if row.excused else DIFFERENT

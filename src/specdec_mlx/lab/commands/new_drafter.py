@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def new_name(text: str) -> str:
-    """A name that is valid and unused. Otherwise raises ValueError."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", text):
         raise ValueError(f"{text!r}: expected small letters, digits and single hyphens.")
     if text in drafter_names():

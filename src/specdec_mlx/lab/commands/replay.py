@@ -78,8 +78,8 @@ def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
 
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
-    """Functions that make the named drafters. Each was called once, to report errors early."""
     ways = {spec: one.resolve for spec, one in choice_of(args).each().items()}
+    # Errors come before the first score.
     for make in ways.values():
         make()
     return dict(ways)

@@ -80,7 +80,6 @@ class Cascade(Several):
 
     @property
     def key(self) -> str:
-        """The keys of both drafters, and the number of first tokens."""
         return f"Cascade({', '.join(one.key for one in self.drafters)}, num_first={self.num_first})"
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> Cascade:
@@ -111,12 +110,6 @@ class CascadeSession(CombinedSession):
     """A generation with a drafter for the first tokens, and a look-up for the later tokens."""
 
     def __init__(self, keyed: Sequence[tuple[str, Session]], num_first: int) -> None:
-        """Combine two sessions.
-
-        Args:
-            keyed: the first drafter's session and the look-up's, each with its drafter's key.
-            num_first: most tokens by the first drafter.
-        """
         super().__init__(keyed)
         # A wrapper sees the end of the generation. Drafts come from the session in it.
         (((_, self.first),), ((_, self.then),)) = self.asked

@@ -58,6 +58,5 @@ def propose_after(session: Session, tokens: Sequence[int], limit: int) -> Draft:
 
 
 def reader_of(session: Session) -> ModelReader | None:
-    """The draft model that a session draws from, or None."""
     source = session.source if isinstance(session, WritingSession) else None
     return source if isinstance(source, ModelReader) else None

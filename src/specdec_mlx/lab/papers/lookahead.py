@@ -76,7 +76,6 @@ class LookaheadDrafter(Drafter):
             require(self, getattr(self, name) >= least, name, f"at least {least}")
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeSession:
-        """Begin after `prompt` [n]."""
         index = LookaheadIndex(self, prompt)
         return TreeSession(self.key, [(self.key, LookUpSession(index))], grow=index.add_rows)
 
@@ -116,7 +115,6 @@ class Window:
         self._fill(text)
 
     def _fill(self, text: Sequence[int]) -> None:
-        """Begin new columns with tokens of the text. The first begins with the last token."""
         while len(self.levels[0]) < self.width:
             self._num_begun += 1
             # Spread places give the new columns different guesses.
@@ -137,7 +135,6 @@ class LookaheadIndex(TextIndex):
         self._rejected: tuple[list[int], list[int]] = ([], [])
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """A tree of at most `limit` tokens: n-grams of the pool, then columns."""
         known: dict[TokenPath, Evidence | int] = {}
         for n_gram in self.chains(limit)[: self._config.num_candidates]:
             for text, evidence in zip(texts_of(n_gram), n_gram.evidence or (), strict=True):
@@ -160,7 +157,6 @@ class LookaheadIndex(TextIndex):
         return draft
 
     def chains(self, limit: int) -> list[Draft]:
-        """The n-grams of the pool that begin with the last token, the latest first."""
         known = self._pool.successors.get(tuple(self._tokens[-1:]))
         return [draft.head(limit) for draft in known.drafts()] if known and limit else []
 
@@ -175,7 +171,6 @@ class LookaheadIndex(TextIndex):
             self._rejected = list(tokens), next_tokens
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append to the text, fill the pool, and move the window on."""
         # Accepted tokens show the target's next token after each of their prefixes.
         next_after = {tuple(tokens[:n]): token for n, token in enumerate(tokens) if n}
         left = [text for text in texts_of(self._draft) if text not in next_after]
@@ -194,7 +189,6 @@ class LookaheadIndex(TextIndex):
         self._draft, self._rejected = NO_DRAFT, ([], [])
 
     def _with_rows(self, draft: Draft, limit: int, num_columns: int) -> Draft:
-        """A draft with as many columns of the window as fit."""
         texts = dict.fromkeys(texts_of(draft))
         for column in self._window.columns()[:num_columns]:
             # Columns share the trunk, so each adds only its new nodes.

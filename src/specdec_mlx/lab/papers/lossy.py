@@ -54,7 +54,6 @@ class Lenient(CoinRule):
             )
 
     def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
-        """min(1, p / (l q)) at each draft token, [K]."""
         # min(1, p / (l q)) is the rejection rule with l q in place of q.
         return acceptance_probability(target_probs[:-1], self.lenience * draft_probs, draft_tokens)
 
@@ -115,7 +114,6 @@ class Typical(TreeCoinRule, CoinRule):
     def next_probs(
         self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
     ) -> Law:
-        """The target's distribution [V] after the last accepted token."""
         return row(target_probs, num_accepted)
 
     def judge(
@@ -138,6 +136,5 @@ LOSSY: dict[str, type[CoinRule]] = {"lenient": Lenient, "typical": Typical}
 
 
 def log_where_positive(probs: Any) -> Any:
-    """log p, with 0 for p = 0."""
     xp = namespace_of(probs)
     return xp.log(xp.where(probs > 0, probs, 1))

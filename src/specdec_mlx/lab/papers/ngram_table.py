@@ -67,7 +67,6 @@ class NGramTable(PersistentStore):
         self._recount()
 
     def empty(self) -> NGramTable:
-        """A new table with the same orders and limit."""
         return NGramTable(self.max_order, self.min_order, self.max_entries)
 
     def __repr__(self) -> str:
@@ -75,7 +74,6 @@ class NGramTable(PersistentStore):
         return f"<NGramTable of orders {self.min_order} to {self.max_order}>"
 
     def counts(self) -> dict[Context, int]:
-        """Every n-gram with its count."""
         with self._lock:
             return dict(self._counts.ngrams())
 
@@ -88,6 +86,7 @@ class NGramTable(PersistentStore):
             self.save_now_and_then()
 
     def _merge(self, other: NGramTable) -> None:
+        # Counts of other orders would never be looked up.
         theirs = other.counts().items()
         with self._lock:
             self._add(one for one in theirs if self.min_order <= len(one[0]) <= self.max_order)
@@ -149,7 +148,6 @@ class NGramTable(PersistentStore):
         self._recount(saved.counts(), self._unsaved if is_own else self.counts())
 
     def _recount(self, *counts: Mapping[Context, int]) -> None:
-        """Start again with these counts, the oldest first."""
         self._counts = NGramCounts(self.min_order, self.max_order, self.max_entries)
         for part in counts:
             for ngram, times in part.items():
@@ -180,7 +178,6 @@ class TabledNGramDrafter(NGramDrafter):
         self._table_of(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
-        """Count the n-grams of `prompt` [n]."""
         return LookUpSession(NGramIndex(self, prompt, self._table_of(context)))
 
     def _table_of(self, context: DraftContext) -> NGramTable:

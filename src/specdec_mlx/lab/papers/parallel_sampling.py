@@ -83,11 +83,9 @@ class PaSSDrafter(ModelDrafter):
 
     @property
     def key(self) -> str:
-        """The embeddings by their content, and how they draft."""
         return f"PaSS({fingerprint(self.head)}, {way_of_writing(self)})"
 
     def describe(self) -> str:
-        """Name and number of embeddings."""
         return f"{self.name}: PaSS; {len(self.head.rows)} look-ahead embeddings"
 
     def check(self, context: DraftContext) -> None:
@@ -103,7 +101,6 @@ class PaSSDrafter(ModelDrafter):
         return False
 
     def source(self, prompt: Sequence[int], context: DraftContext) -> PaSSSource:
-        """Make the drafting side of a generation."""
         return PaSSSource(self, prompt, context)
 
 

@@ -144,7 +144,6 @@ class RecyclingDrafter(Drafter):
         require(self, self.context in (1, 2), "context", "1 or 2")
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
-        """Begin after `prompt` [n]."""
         table = SuccessorTable() if self.table is None else self.table.of(context)
         first = max(0, len(prompt) - 1)
         index = RecyclingIndex(self, list(prompt), table, context.num_unseen, first)
@@ -182,14 +181,12 @@ class RecyclingIndex(TextIndex):
             self._note(tokens, 0, features.top_tokens)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append to the text, and note the rows after tokens that are known now."""
         self.tokens += tokens
         for start, rows in self.waiting:
             self._note(self.tokens, start, rows)
         self.waiting.clear()
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """The chain of the likeliest successors."""
         return next(self._follow([*self.tokens[-self.config.context :], *more], limit), NO_DRAFT)
 
     def chains(self, limit: int) -> Sequence[Draft]:
@@ -199,7 +196,6 @@ class RecyclingIndex(TextIndex):
         return self.table.drafts(tokens, min(limit, self.config.num_draft), self.config.context)
 
     def _note(self, tokens: Sequence[int], start: int, rows: Any) -> None:
-        """Note rows [n, top] of a text's positions from `start`."""
         width = self.config.context
         for end, likeliest in enumerate(rows.tolist(), start + 1):
             # -1: a replay knows only the tokens of its text.

@@ -23,7 +23,6 @@ class StochasticNGramDrafter(NGramDrafter):
     """
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
-        """Count the n-grams of `prompt` [n]."""
         sampling = context.sampling
         if context.noise is None or sampling is None or sampling.greedy:
             return super().begin(prompt, context)
@@ -32,8 +31,6 @@ class StochasticNGramDrafter(NGramDrafter):
 
 @dataclass(eq=False)
 class StochasticNGramIndex(TextIndex):
-    """A text's counts, from which drafts are drawn at random."""
-
     # Each token takes V numbers, and dropping a drawn token would change its distribution.
     cheap = False
 

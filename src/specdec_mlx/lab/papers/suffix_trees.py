@@ -25,7 +25,6 @@ from specdec_mlx.lab.papers.tree_drafts import TokenPath, TreeSession, draft_of
 
 @cache
 def known_chances() -> Chances:
-    """Measured probabilities of looked-up tokens by their evidence."""
     return Chances.of("look-up")
 
 
@@ -71,7 +70,6 @@ class SuffixTreeDrafter(SuffixDrafter):
     """A `SuffixDrafter` that drafts the likeliest tokens of all places, as a tree."""
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeSession:
-        """Index `prompt` [n], and take the memory as it is now."""
         places = SuffixIndex(self, prompt, self.memory_of(context))
         return TreeSession(self.key, [(self.key, LookUpSession(AllVotes(places, forks=True)))])
 
@@ -89,7 +87,6 @@ class AllVotes(TextIndex):
     forks: bool = False
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """The winner's chain, or a tree of the `limit` likeliest tokens."""
         if not self.forks:
             return self.places.draft(limit, more)
         nodes = trie(*self.places.paths(limit, more), known_chances())

@@ -21,7 +21,6 @@ Grow = Callable[[Draft, int, Auto, MayFork], Draft]
 
 
 def texts_of(draft: Draft) -> list[TokenPath]:
-    """The path of each node, as tokens."""
     tokens, texts = to_list(draft.tokens), list[TokenPath]()
     for token, parent in zip(tokens, draft.tree, strict=True):
         texts.append((*(() if parent == ROOT else texts[parent]), token))

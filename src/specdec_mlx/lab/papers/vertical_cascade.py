@@ -50,7 +50,6 @@ class GuessedDrafter(ModelDrafter):
 
     @property
     def key(self) -> str:
-        """The model by its content, how it drafts, and the guesser."""
         way = f"{way_of_writing(self)}, drafter={self.drafter.key}"
         return f"GuessedDrafter({fingerprint(self.model)}, {way})"
 
@@ -65,7 +64,6 @@ class GuessedDrafter(ModelDrafter):
             check_same_tokenizer(context.tokenizer, self.tokenizer)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Start a generation, which shares no passes with other texts."""
         return WritingSession(self, GuessedSource(self, prompt, context))
 
 
@@ -148,7 +146,6 @@ class GuessedSource(ModelSource):
         return self.rows[place : place + 1]
 
     def check_guesses(self) -> None:
-        """Make a pass over unread tokens, and over guesses at the next tokens."""
         after = [*self.tokens, *self.drafted]
         if self.drafted:
             self.rollback.rewind_to(len(after) - 1)
@@ -168,7 +165,6 @@ class GuessedSource(ModelSource):
         return most if room is None else max(0, min(most, room - num_pending))
 
     def end_draft(self) -> None:
-        """Drop from the caches the guesses that were not drawn."""
         self.rollback.rewind_to(len(self.tokens) + len(self.drafted))
 
     def observe(self, tokens: Sequence[int]) -> None:

@@ -139,7 +139,6 @@ class Draws:
     trees: int = 0
 
     def add(self, draft: Draft, limit: int) -> None:
-        """Count the tokens of a draft of at most `limit` tokens."""
         self.proposals += 1
         self.cut += len(draft) < limit
         self.trees += draft.parents is not None

@@ -368,7 +368,6 @@ class ScriptedGeneration:
 
 
 def default_prompts(vocab_size: int) -> list[list[int]]:
-    """Texts with something to look up: random with repeats, periodic, and a single token."""
     coins = random.Random(0)
     few = max(2, min(vocab_size, 8))
     phrase = [coins.randrange(vocab_size) for _ in range(12)]
@@ -377,7 +376,6 @@ def default_prompts(vocab_size: int) -> list[list[int]]:
 
 
 def _is_close(draft: Draft, expected: Draft) -> bool:
-    """True if the rows of `draft` equal the first rows of `expected`, as probabilities."""
     if draft.logprobs is None or expected.logprobs is None:
         return False
     a, b = mx.exp(draft.logprobs), mx.exp(expected.logprobs[: len(draft)])

@@ -262,7 +262,6 @@ class Comparison:
 
 
 def enumerated(rule: CoinRule, to: Callable[[Any], Any] = np.asarray) -> Iterator[Comparison]:
-    """Every outcome of a round on small vocabularies. The distributions depend on the text."""
     for target, draft, num_draft, how in pairs():
         rounds = Rounds(target, Drawn(draft, up_to(num_draft)), ByRule(rule, to=to))
         expected = continued(target, {(): 1.0}, num_draft + 1)
@@ -270,7 +269,6 @@ def enumerated(rule: CoinRule, to: Callable[[Any], Any] = np.asarray) -> Iterato
 
 
 def pairs() -> Iterator[tuple[Source, Source, int, str]]:
-    """Targets and drafts, ordinary and extreme, with K and a description."""
     for vocab_size, num_draft in SHAPES:
         p, q = sources(vocab_size, vocab_size + num_draft)
         sure, certain = Source(one_hots(q.probs)), Source(one_hots(p.probs))
@@ -290,6 +288,5 @@ def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
 
 
 def one_hots(scores: np.ndarray) -> np.ndarray:
-    """Distributions with all mass on the largest of each row."""
     certain: np.ndarray = np.eye(scores.shape[-1])[np.argmax(scores, axis=-1)]
     return certain

@@ -65,13 +65,11 @@ VARIANTS: dict[str, Variant] = {
 
 
 def at_temperature(probs: Probs, temp: float) -> Probs:
-    """A sharper (temp < 1) or flatter distribution."""
     powers = np.power(probs, 1 / temp, out=np.zeros_like(probs), where=probs > 0)
     return normalised(powers, probs)
 
 
 def normalised(mass: Probs, otherwise: Probs) -> Probs:
-    """`mass` as a distribution, or `otherwise` if there is no mass."""
     total = float(mass.sum())
     return mass / total if total > 0 else otherwise
 

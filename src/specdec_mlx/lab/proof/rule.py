@@ -104,7 +104,6 @@ class Question:
         return f"{kind} draft {list(self.tokens)}, V = {self.logprobs.shape[-1]}, {how}"
 
     def rows(self) -> RoundPositions:
-        """The target's positions as the loop passes them to a rule."""
         return RoundPositions(self.logprobs, NextToken(self.sampler, (), self.noise), self.position)
 
     def ask(self, rule: AcceptanceRule, evidence: Any = None) -> Decision:
@@ -113,7 +112,6 @@ class Question:
 
 
 def questions(sampler: Callable[[mx.array], mx.array]) -> Iterator[Question]:
-    """Drafts of 1 to 3 tokens, each as a drawn draft and as a point mass."""
     for seed, (target, draft, num_draft, _) in enumerate([*pairs(), *pairs()]):
         drafts = list(Drawn(draft, up_to(num_draft)).drafts(0))
         _, tokens, probs = drafts[seed % len(drafts)]
@@ -123,7 +121,6 @@ def questions(sampler: Callable[[mx.array], mx.array]) -> Iterator[Question]:
 
 
 def second_best(logprobs: mx.array) -> mx.array:
-    """A sampler whose distribution is not known."""
     return mx.argsort(-logprobs, axis=-1)[..., 1]
 
 

@@ -158,6 +158,7 @@ def run_parts(subject: Subject, work: Work, progress: bool, most: int | None = N
         DECLARED: (1.0, lambda work: distributions.check_declared(draws)),
         "drafter's state": (0.4, partial(texts_of_parts.check_state, subject)),
     }
+    # Only heads have other readings of their files.
     for part in all_drafters(subject.drafter):
         if isinstance(part, HeadDrafter):
             variations = partial(texts_of_parts.check_variations, subject, part)

@@ -218,7 +218,6 @@ class StrategyConformance(Conformance):
     # What the checks are made of
 
     def _fed(self, length: int, *, singly: bool = False) -> Any:
-        """A cache after the first `length` tokens of the text, fed in wide passes or singly."""
         cache, start = self.make_cache(), 0
         while start < length:
             width = 1 if singly else self._limited(cache, length - start)
@@ -244,7 +243,6 @@ class StrategyConformance(Conformance):
         return self.feed(cache, mx.array(list(tokens), mx.int32))
 
     def _go_on(self, cache: Any, start: int, where: str) -> None:
-        """Continue the text in wide passes and singly, until a window has wrapped again."""
         singles = [1] * (self.window + 2)
         rows, first = [], start
         with self.blaming(where):
@@ -268,7 +266,6 @@ class StrategyConformance(Conformance):
         )
 
     def _plain_rows(self, length: int) -> mx.array:
-        """Rows [length, D] of the text's tokens, fed singly."""
         while len(self._plain) < length:
             self._plain.append(self._pass(self._plain_cache, [len(self._plain)]))
         return mx.concatenate(self._plain[:length])

@@ -210,7 +210,6 @@ class Remembered(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(self, model: nn.Module, context: list[int]) -> None:
-        """Read the context [n > 0]."""
         super().__init__()
         caches = make_prompt_cache(model)
         if len(context) > 1:

@@ -76,7 +76,6 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Fin
 
 
 def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None) -> Finding:
-    """Compare greedy texts with plain decoding, for as many prompts as there is time for."""
     gap = near_tie(() if probed is None else probed.differences)
     differences: list[dict[str, Any]] = []
     faults: list[dict[str, Any]] = []

@@ -110,7 +110,6 @@ class FeatureStore:
         return len(self.windows)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Windows with these indices, padded to the longest of them."""
         rows = [self._rows(i) for i in indices]
         length = int(self.lengths[list(indices)].max())
         tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))

@@ -290,7 +290,6 @@ def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
 
 
 def keep(path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: Progress) -> None:
-    """Save everything that a training needs to continue."""
     parts: Any = {"weights": module.trainable_parameters(), "state": optimizer.state}
     save_arrays(path, dict(tree_flatten(parts)), {"progress": json.dumps(vars(progress))})
 
@@ -341,7 +340,6 @@ def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
 
 
 def kept_of_drafts(trainee: Trainee, batch: Batch) -> list[int]:
-    """Number of accepted tokens of each draft along the learnt part of a single window."""
     answered, counted, best = batch.answered[0], batch.counted[0], batch.best[0]
     is_right = np.zeros((trainee.num_steps, len(best)), bool)
     num_rows = trainee.rows_at_once

@@ -126,6 +126,7 @@ class OnlineDrafter(Drafter):
     @property
     def key(self) -> str:
         """The drafter's key with the folder in place of the weights, which change."""
+        # The weights change, so the folder identifies the drafter.
         content = fingerprint(self.drafter.model)
         return f"Online({self.drafter.key.replace(content, str(self.folder.resolve()))})"
 
@@ -162,6 +163,7 @@ class OnlineDrafter(Drafter):
         """
         with self.trainer.lock:
             self.trainer.learn()
+        # A draft model learns in a float32 copy, and drafts in its own dtype.
         learner = self.trainer.trainee.module
         if learner is not self.model:
             both = self.model.parameters(), learner.parameters()

@@ -87,7 +87,6 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def learnt(tokens: Sequence[int], begin: int = 0) -> Document:
-    """A document whose tokens are learnt from index `begin`."""
     return [(token, int(i >= begin)) for i, token in enumerate(tokens)]
 
 
@@ -106,12 +105,10 @@ def windows_of(paths: Sequence[str], tokenizer: Any, window: int, stride: int) -
 
 
 def padded(document: Document, window: int) -> np.ndarray:
-    """A window [window, 2] of a document, with zeros after its end."""
     return np.array(document + [(0, 0)] * (window - len(document)), np.int32)
 
 
 def split(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Random indices to train on, and indices to hold out."""
     order = np.random.default_rng(seed).permutation(count).tolist()
     held_out = max(1, round(HELD_OUT_SHARE * count))
     return order[held_out:], order[:held_out]

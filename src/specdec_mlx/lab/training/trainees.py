@@ -164,7 +164,6 @@ class Trainee:
         self.rows_at_once = max(1, AT_ONCE // num_logits)
 
     def save(self, folder: Path, dtype: str) -> None:
-        """Write `config.json` and `model.safetensors`, with weights in a dtype of TYPES."""
         save_json(folder / "config.json", self.config | {"torch_dtype": dtype})
         self.save_weights(folder, dtype)
         if self.tokenizer is not None:
