@@ -58,9 +58,9 @@ COLUMNS = 2 * len(BY_TOKEN) + 1
 def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Array:
     """Acceptance probabilities of a draft [K] with p [K+1, V] and q [K, V].
 
-    The columns [K, COLUMNS] are, for each rule of `BY_TOKEN`, the probability to accept a token
-    drawn here, then for each rule the probability to accept this token, and last the probability
-    that block verification keeps the position.
+    The first columns of [K, COLUMNS] are the probability to accept a token drawn here, for each
+    rule of `BY_TOKEN`. The next columns are the probability to accept this token. The last column
+    is the probability that block verification keeps the position.
     """
     xp = namespace_of(target_probs)
     p, q = target_probs[:-1], draft_probs

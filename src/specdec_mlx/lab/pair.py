@@ -1,4 +1,4 @@
-"""The folders of the pair and of its heads, and what is loaded from them."""
+"""Folders of the trained pair and its heads, and functions that load them."""
 
 from __future__ import annotations
 

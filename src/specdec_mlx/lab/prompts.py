@@ -1,4 +1,4 @@
-"""Prompts with a category each: our own, and those of a file."""
+"""Built-in prompts, and prompts of a file. Each has a category."""
 
 from __future__ import annotations
 

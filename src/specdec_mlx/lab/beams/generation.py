@@ -81,8 +81,8 @@ def beam_search(
     """Search for the likeliest continuations of a prompt, with several steps in each pass.
 
     The result equals plain beam search (Leviathan et al. 2023, appendix A.4). Each step extends all
-    beams by a token and keeps the `num_beams` likeliest. Finished beams stay as they are. Arguments
-    that are not listed here are those of `generate`.
+    beams by a token and keeps the `num_beams` likeliest. Finished beams stay as they are. The other
+    arguments are described at `generate`.
 
     Args:
         drafter: guesses how each beam continues. None makes a pass for each step.

@@ -1,7 +1,7 @@
 """Recorded texts scored offline, for any drafter, draft length and cost.
 
 The loop itself runs; the target is replaced by one that knows its text, and its passes cost c(m).
-At temperature 0 the counts are those of a live run.
+At temperature 0 the counts equal the counts of a live run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`specdec-mlx demo`: plain against speculative, on real text.
+"""`specdec-mlx demo`: plain decoding against speculation, on real text.
 
-It shows `num_draft_tokens="auto"` where it gains (an edit, a summary, the trained pair) and where
-nothing can be gained (a chat), beside a fixed length, in turns of a few tokens.
+It shows `num_draft_tokens="auto"` beside a fixed length, in turns of a few tokens. "auto" gains on
+an edit, a summary and the trained pair, and nothing can be gained on a chat.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A horizontal cascade: a model writes the first tokens of a draft, look-up the later ones.
+"""A horizontal cascade: a model drafts the first tokens, and prompt lookup the later tokens.
 
-Later tokens are less likely to be reached, so that an expensive drafter is spent on the first ones
-alone (Chen et al. 2023, arXiv 2312.11462). What look-up finds follows from the text and the tokens
-drawn before it: each later token is a point mass, given those.
+Later tokens are reached less often, so an expensive drafter makes the first tokens only (Chen et
+al. 2023, arXiv 2312.11462). A looked-up token follows from the text and the tokens before it, so it
+is a point mass, given these tokens.
 """
 
 from __future__ import annotations

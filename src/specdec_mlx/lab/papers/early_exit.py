@@ -1,8 +1,9 @@
 """Early exit: drafts from the target's own first layers, final norm and head.
 
-LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; others may get a trained
-exit in place of the final norm: a causal convolution over the last states, an MLP and a norm (cf.
-Kangaroo, arXiv 2404.18911). Their caches are filled from the target's where possible.
+LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for early exits. Other models may
+get a trained exit in place of the final norm. It is a causal convolution over the last states, an
+MLP and a norm (cf. Kangaroo, arXiv 2404.18911). The caches are filled from the target's caches if
+possible.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
 """Lookahead decoding: n-grams that the target guessed in parallel (Fu et al. 2024, 2402.02057).
 
-Beside the draft, the pass computes *rows*: guesses at the next positions, each made by the target
-in an earlier pass from the guess before it, so that they settle as in Jacobi iteration. A token
-that the target says after them ends an n-gram, which goes into a pool; drafts are n-grams of the
-pool that begin with the text's last token. The pool is a table as of Token Recycling.
+Beside the draft, a pass computes *rows*, which are guesses at the next positions. The target made
+each guess in an earlier pass from the guess before it, so the guesses settle as in Jacobi
+iteration. The target's token after a column ends an n-gram, which goes into a pool. Drafts are
+n-grams of the pool that begin with the text's last token. The pool is a table like Token
+Recycling's.
 
-The rows are a tree. Of W columns, the first begins with the text's last token, and the others with
-a trunk of W - 1 guesses that follow it; the later guesses of a column hang from its first one:
+The rows are a tree of W columns. The first column begins with the text's last token. The others
+begin with a trunk of W - 1 guesses after it, and the later guesses of a column hang from the trunk:
 
     text - x1 - x2 - x3         level 0, the trunk
       |     |    |    |
       y0    y1   y2   y3        level 1
       |     |    |    |
-      z0    z1   z2   z3        level 2: the tokens that the target says after these end n-grams
+      z0    z1   z2   z3        level 2: the target's tokens after this level end n-grams
 
-Pairs of each rejected token and the target's next are noted too, which is close to Token Recycling:
-all there is where no column was verified, or the first chain alone.
+Each rejected token is noted too, with the target's next token, as in Token Recycling. If no column
+was verified, or only the first chain, there is nothing else to note.
 """
 
 from __future__ import annotations

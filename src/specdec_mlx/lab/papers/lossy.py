@@ -1,4 +1,4 @@
-"""Rules that change the target's distribution; asked for by name only, never a default."""
+"""Rules that change the target's distribution. No default uses them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Lenient(CoinRule):
     is accepted if $p(x) \ge l \max p$, where p is the distribution before the temperature.
 
     No token is emitted with a probability above p(x) / l, nor above p(x) if q(x) <= p(x). After a
-    rejection the residual is that of `Rejection`, which leaves the smallest distance to p, the sum
-    of min(q, p/l) - p over q > p.
+    rejection the residual is the same as in `Rejection`. It leaves the smallest distance to p, the
+    sum of min(q, p/l) - p over q > p.
 
     Args:
         lenience: l in (0, 1]. With l = 1 the rule is `Rejection`.

@@ -73,7 +73,7 @@ class PaSSDrafter(ModelDrafter):
     """Drafts with the target and look-ahead embeddings. `model` is the target.
 
     Do not use it if a pass over L + 2 positions costs much more than a single position, or for
-    several texts at once. Each draft is a pass of its own. It uses the target's caches if only one
+    several texts at once. Each draft takes a separate pass. It uses the target's caches if only one
     text is written, and otherwise its own caches.
     """
 
@@ -145,7 +145,7 @@ class PaSSSource(ModelReader):
 
 
 def load_pass(files: HeadFiles, target: nn.Module, **options: Any) -> PaSSDrafter:
-    """The drafter of trained look-ahead embeddings. `options` are those of `ModelDrafter`."""
+    """The drafter of trained look-ahead embeddings. `options` go to `ModelDrafter`."""
     head = LookAhead(target, int(files.config[LOOK_AHEAD]))
     files.load_into(head, head.rows.dtype)
     return PaSSDrafter(target, None, head=head, name=files.name, **options)

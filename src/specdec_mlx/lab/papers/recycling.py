@@ -1,7 +1,7 @@
-"""Drafts from what the target itself thought of next (Token Recycling, Luo et al. 2024).
+"""Drafts from the target's own likeliest next tokens (Token Recycling, Luo et al. 2024).
 
-At every position computed, rejected ones too, the likeliest next tokens are noted. A draft is a
-chain of likeliest successors; a tree, as the paper has it, branches to the others.
+The likeliest next tokens are noted at every computed position, also after rejected tokens. A draft
+is a chain of likeliest successors. A tree, as in the paper, branches to other successors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Suffix decoding's tree: the likeliest of all that places vote for (Oliaro et al. 2024).
+"""Trees of suffix decoding: the likeliest tokens of all places (Oliaro et al. 2024).
 
-Also REST's (He et al. 2024). Not worth it where positions cost.
+REST (He et al. 2024) has such a tree too. Do not use it if additional positions are expensive.
 """
 
 from __future__ import annotations

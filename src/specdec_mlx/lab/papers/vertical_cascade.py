@@ -1,7 +1,7 @@
-"""A vertical cascade: what a draft model will draft is guessed, and checked several in a pass.
+"""A vertical cascade: the draft model's next tokens are guessed, and a pass checks several.
 
-Leviathan et al. 2023, section 6; Chen et al. 2023, arXiv 2312.11462. The drafts are those of the
-model alone. Not worth it where the draft model's own text repeats nothing.
+See Leviathan et al. 2023, section 6, and Chen et al. 2023, arXiv 2312.11462. The drafts are the
+same as without guesses. Do not use it if the draft model's text has no repetitions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class GuessedDrafter(ModelDrafter):
     Args:
         drafter: makes the guesses: a look-up or its name, or a smaller `ModelDrafter`.
 
-    The other arguments are those of `ModelDrafter`. Raises ValueError if the drafter cannot guess.
+    The other arguments are described at `ModelDrafter`. Raises ValueError if the drafter cannot
+    guess.
     """
 
     drafter: Any = "suffix"

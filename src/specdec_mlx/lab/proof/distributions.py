@@ -1,14 +1,14 @@
-"""Do drafts and texts follow the distributions that they should? Two chi-square tests.
+"""Two chi-square tests: do drafts and texts follow the right distributions?
 
-Drafts: the tokens of a declared distribution are lined up, the likeliest first, and sorted into
-tenths by the mass that stands before them. How often a token of each tenth is drawn is compared
-with the sums of their declared chances; every drafted token of every text counts.
+Drafts: the tokens of a declared distribution are sorted by probability, and divided into tenths by
+the mass of the likelier tokens. The number of drawn tokens in each tenth is compared with the sum
+of the declared probabilities. Every drafted token of every text counts.
 
-Texts: the joint of their first tokens. A text whose every token is expected often enough at its
-place has a cell of its own, the others share one for each place that they leave from. Expected
-counts are products of the target's own probabilities.
+Texts: the joint distribution of their first tokens. A text has its own cell if every token of it is
+expected often enough at its place. The other texts share a cell for each place at which they leave
+the expected tokens. Expected counts are products of the target's probabilities.
 
-Counts that are expected of a named fault give the chance to find it.
+The counts that a named fault would give decide the probability to find this fault.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class DrafterConformance(Conformance):
             sys.setswitchinterval(before)
 
     def rewinds(self) -> str:
-        """After any verdict, the proposal is that of a new session with the same text."""
+        """After any verdict, the proposal equals a new session's proposal for the text."""
         compared = 0
         for case in itertools.product(self.prompts, SAMPLINGS):
             before: list[int] = []

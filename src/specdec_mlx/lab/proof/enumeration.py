@@ -1,10 +1,9 @@
-"""The exact distribution of speculative rounds, by going through every outcome in float64.
+"""The exact distribution of speculative rounds, enumerated in float64.
 
-For a draft token drawn from q, kept with chance a(x), and else replaced by a draw from r, what is
-emitted follows $q(y) a(y) + \\sum_x q(x) (1 - a(x)) r(y | x)$, the sum taken over every possible
-draft token, and that must be the target's p. So for a whole draft: its coins are independent, and
-each way that they may fall ends at some number of kept tokens and at one distribution of the token
-after. The functions that decide are those that the loop runs.
+A draft token is drawn from q. It is kept with probability a(x), and otherwise replaced by a draw
+from r. The emitted token then follows $q(y) a(y) + \\sum_x q(x) (1 - a(x)) r(y | x)$, and this must
+be the target's p. The coins of a whole draft are independent. Each result of all coins gives a
+number of kept tokens and a distribution of the next token. The loop runs the same functions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The exact distribution of one step: what is emitted after a text, whatever was drafted.
+"""The exact distribution of the next token after one step, over all possible drafts.
 
-Both p and q are those of the user's own models; see `enumeration` for the sum.
+p and q come from the user's own models. `enumeration` has the formula.
 """
 
 from __future__ import annotations

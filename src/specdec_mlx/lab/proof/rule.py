@@ -195,7 +195,7 @@ class RuleConformance(Conformance):
     def greedy(self) -> str:
         """At temperature 0, and with samplers of unknown distribution, the target decides.
 
-        Rules that need the distribution do not meet such samplers.
+        Rules that need the distribution do not meet samplers of this kind.
         """
         num_asked = 0
         for question, answer in zip(self.questions, self.answers, strict=True):

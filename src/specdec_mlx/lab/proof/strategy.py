@@ -1,6 +1,6 @@
 """Does a rollback strategy keep its contract? Passes of one layer, without a model.
 
-What later passes compute is compared with a cache that was only given the tokens kept, one by one.
+After rollbacks, later passes are compared with a cache that only saw the kept tokens, one by one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The subject of a check: a target, a drafter, a sampling, a rule and prompts.
 
-`Remembered` looks up passes that thousands of short texts have in common; loop, session, rule and
-noise run as ever. `Alone` has sessions feed the target the text themselves, where nobody shows them
-its states.
+Thousands of short texts share passes, and `Remembered` looks these up. Loop, session, rule and
+noise run as usual. The sessions of `Alone` feed the target themselves, because outside of the loop
+nobody shows them the target's states.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Place:
 
 
 def walk(subject: Subject, prompt: list[int], num_tokens: int) -> Iterator[Place]:
-    """Yield the places of a text that the target writes alone, while the drafter follows it."""
+    """Yield the places of a text of the target. The drafter follows the text."""
     tokens, session = list(prompt), subject.begin(prompt)
     # The target writes the text alone, so a faulty rule cannot choose the places.
     plainly = replace(subject, drafter=None)

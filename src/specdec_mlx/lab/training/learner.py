@@ -1,4 +1,4 @@
-"""What `--online` makes of a draft model or a trained head: a drafter that learns on."""
+"""The drafter that learns with `--online`: a trained head or a draft model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Learner:
         return latest.drafting_as(chosen)
 
     def save(self) -> None:
-        """Write what was learned, if anything was."""
+        """Save the weights if they have changed."""
         if self._latest is not None:
             self._latest.save()
 

@@ -33,9 +33,9 @@ Document = list[tuple[int, int]]  # each token, and 1 if it is learnt
 def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
     """The tokens of each document. Raises TrainingError for files that cannot be read.
 
-    A `.jsonl` file has a document on each line, in mlx-lm's formats: `text`; `prompt` and
-    `completion`, of which the completion is learnt; or `messages`, of which the last is learnt. Any
-    other file is a single document.
+    A `.jsonl` file has a document on each line, in mlx-lm's formats. These are `text`, or `prompt`
+    and a learnt `completion`, or `messages` of which the last is learnt. Any other file is a single
+    document.
     """
 
     def document(line: Any, number: int) -> list[Document]:
