@@ -74,6 +74,7 @@ class NGramTable(PersistentStore):
         return f"<NGramTable of orders {self.min_order} to {self.max_order}>"
 
     def counts(self) -> dict[Context, int]:
+        """Every n-gram with its count."""
         with self._lock:
             return dict(self._counts.ngrams())
 
