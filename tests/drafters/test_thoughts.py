@@ -15,7 +15,7 @@ import specdec_mlx as sd
 from scripted import OracleDrafter, OracleTrees
 from selection import in_one_test
 from specdec_mlx.drafters.thoughts import Thought
-from specdec_mlx.server.forced import ThoughtBudget
+from specdec_mlx.server.constraints import ThoughtBudget
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
