@@ -6,7 +6,7 @@ They are installed into the folder, from npm and PyPI, and started with a home o
 and nothing but what their block in docs/agents.md says. The target is scripted (`agent_model.py`),
 so that what is tried is the server and the client. What is judged is what is on disk: the file, and
 the test's own note of what it found; then the client's output and exit status, and the answers of
-the server, which are counted on the way. The table that comes out is that of docs/agents.md.
+the server, which are counted on the way. docs/agents.md shows three columns of the table.
 
 With SPECDEC_MLX_API_KEY in the environment the server wants that key, and all agents have it.
 """

@@ -4,8 +4,8 @@
 
 Four kinds of texts: 40 prompts, agents' conversations and edits of files by replay, in counts and
 at what a pass costs on two chips, and the pair that ships live beside mlx-lm. What a command has
-written into FOLDER is kept, so that a run that was stopped goes on. The page gets the tables, their
-commands, the machine and the day.
+written into FOLDER is kept, so that a run that was stopped goes on. The page gets the tables, the
+machine and the day.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -39,33 +39,28 @@ LENGTHS = "--num-draft-tokens 3 --num-draft-tokens 4 --num-draft-tokens auto"
 Result = Mapping[str, Any]
 
 
-def run(folder: Path, name: str, command: str) -> tuple[str, Any]:
-    """Run `specdec-mlx COMMAND --json FILE` unless it was; the command, and what the file holds."""
+def run(folder: Path, name: str, command: str) -> Any:
+    """Run `specdec-mlx COMMAND --json FILE` unless the file exists, and read the file."""
     path, failed = folder / f"{name}.json", folder / f"{name}.failed"
     if not path.exists():
         words = [sys.executable, "-m", "specdec_mlx", *shlex.split(command), "--json", str(failed)]
         subprocess.run(words, check=True)
         failed.rename(path)
-    return f"specdec-mlx {command} --json {path.name}", json.loads(path.read_text("utf-8"))
+    return json.loads(path.read_text("utf-8"))
 
 
 def prompts(scores: Iterable[Result]) -> str:
     """A row for each kind of prompt: counts, and modelled speeds by cost."""
-    header = ["40 prompts, replayed", "tokens a pass", "accepted of drafted", *speeds()]
+    header = ["40 prompts, replayed", "tokens a pass", "accepted/drafted", *COSTS.values()]
     kinds: dict[str, dict[str, Result]] = {}
     for score in scores:
         kinds.setdefault(score["category"], {})[score["cost"]] = score
     rows = []
     for kind, by_cost in kinds.items():
         found = by_cost["linear:0.24"]
-        counts = f"{found['accepted']} of {found['drafted']}"
+        counts = f"{found['accepted']}/{found['drafted']}"
         rows.append([kind, f"{found['tokens_per_pass']:.2f}", counts, *modelled(by_cost)])
     return markdown_table(header, rows, 1)
-
-
-def speeds() -> list[str]:
-    """Headings of the modelled speeds."""
-    return [f"speed at {name}" for name in COSTS.values()]
 
 
 def modelled(by_cost: Mapping[str, Result]) -> list[str]:
@@ -75,7 +70,7 @@ def modelled(by_cost: Mapping[str, Result]) -> list[str]:
 
 def sessions(kinds: Mapping[str, Iterable[Result]]) -> str:
     """A row for each kind of session and drafter: counts, and modelled speeds by cost."""
-    header = ["replayed", "drafter", "tokens a pass", *speeds()]
+    header = ["replayed", "drafter", "tokens a pass", *COSTS.values()]
     rows = []
     for kind, scores in kinds.items():
         ways: dict[str, dict[str, Result]] = {}
@@ -117,43 +112,29 @@ def machine(record: Mapping[str, Any]) -> str:
     )
 
 
-def shell(commands: Sequence[str]) -> str:
-    """A block of commands, broken where a line is too long."""
-    lines = [
-        re.sub(r"(.{60,95}?)(?= --)", r"\1 \\\n   ", command) if len(command) > 100 else command
-        for command in commands
-    ]
-    return "```shell\n" + "\n".join(lines) + "\n```"
-
-
 def tables(args: argparse.Namespace) -> str:
     """Run what is missing, and lay all of it out."""
     folder: Path = args.folder
-    asked, _ = run(folder, "texts", f"bench --prompts {args.prompts} {PROMPTS}")
+    run(folder, "texts", f"bench --prompts {args.prompts} {PROMPTS}")
     costs = " ".join(f"--cost {cost}" for cost in COSTS)
-    replayed, by_kind = run(folder, "prompts", f"replay {folder / 'texts.json'} {costs}")
-    commands, scores = [asked, replayed], {}
-    for kind, path in (("agents", args.agents), ("edits", args.edits)):
-        command = f"replay --sessions {path} {SESSIONS} {costs}"
-        asked, scores[kind] = run(folder, kind, command)
-        commands.append(asked)
+    by_kind = run(folder, "prompts", f"replay {folder / 'texts.json'} {costs}")
+    scores = {
+        kind: run(folder, kind, f"replay --sessions {path} {SESSIONS} {costs}")
+        for kind, path in (("agents", args.agents), ("edits", args.edits))
+    }
     openings = folder / "lab.jsonl"
     made = subprocess.run(
         [sys.executable, "-m", "specdec_mlx.lab", "prompts"], check=True, capture_output=True
     )
     openings.write_bytes(made.stdout)
     models = f"--model {lab.target_path()} --draft-model {lab.draft_path()}"
-    by_temp = {}
-    for temp in (0.0, 1.0):
-        command = f"bench {models} --prompts {openings} {PAIR} {LENGTHS} --no-cost --temp {temp:g}"
-        asked, record = run(folder, f"pair-{temp:g}", command)
-        by_temp[temp] = record["results"]
-        commands.append(asked)
-    parts = (prompts(by_kind), sessions(scores), pair(by_temp), shell(commands))
-    page = "\n\n".join([*parts, machine(record)]).replace(f"{folder}/", "")
-    for name, path in (("target", lab.target_path()), ("draft", lab.draft_path())):
-        page = page.replace(str(path), f"$(python -m specdec_mlx.lab {name})")
-    return page
+    live = f"bench {models} --prompts {openings} {PAIR} {LENGTHS} --no-cost"
+    records = {
+        temp: run(folder, f"pair-{temp:g}", f"{live} --temp {temp:g}") for temp in (0.0, 1.0)
+    }
+    by_temp = {temp: record["results"] for temp, record in records.items()}
+    parts = prompts(by_kind), sessions(scores), pair(by_temp), machine(records[1.0])
+    return "\n\n".join(parts)
 
 
 def main() -> None:

@@ -12,22 +12,32 @@ from specdec_mlx.drafters.choosing.candidates import KNOWN, SMALL
 
 PAGE = Path(__file__).parent / "drafters.md"
 BEGIN, END = "<!-- known: docs/generate_known.py -->", "<!-- end of known -->"
+SERIES = re.compile(r"gpt-oss|vicuna|zephyr|[a-z]+(?:-?[\d.]+)?")
 PLACE = re.compile(rf"(?<={BEGIN}\n).*?(?={END})", re.S)
 
 
 def table() -> str:
-    """A row for each beginning of a model's name: a small model for it, and heads."""
+    """A row for each series of models: small models and heads.
+
+    Models that have prediction layers of their own share a sentence.
+    """
     rows: dict[str, tuple[list[str], list[str]]] = {}
+    with_layers = []
     for beginning, *repositories in map(str.split, KNOWN.read_text("utf-8").splitlines()):
-        small, heads = rows.setdefault(beginning, ([], []))
-        for one in repositories:
-            (small if one.startswith(SMALL) else heads).append(f"`{one.removeprefix(SMALL)}`")
-    lines = ["| name begins with | a small model | heads, and PARD |", "|---|---|---|"]
+        for repository in repositories:
+            if repository.lower().endswith(f"/{beginning}"):
+                with_layers.append(f"`{repository}`")
+                continue
+            small, heads = rows.setdefault(SERIES.findall(beginning)[0], ([], []))
+            column = small if repository.startswith(SMALL) else heads
+            column.append(f"`{repository.removeprefix(SMALL)}`")
+    lines = ["| series | a small model | heads, and PARD |", "|---|---|---|"]
     lines += [
-        f"| {beginning} | {', '.join(small)} | {', '.join(heads)} |"
-        for beginning, (small, heads) in rows.items()
+        f"| {series} | {', '.join(small)} | {', '.join(heads)} |"
+        for series, (small, heads) in rows.items()
     ]
-    return "\n".join(["", *lines, "", ""])
+    sentence = f"These repositories have prediction layers: {', '.join(with_layers)}."
+    return "\n".join(["", *lines, "", sentence, "", ""])
 
 
 def written(page: str) -> str:

@@ -40,7 +40,7 @@ from specdec_mlx.rules import make_rule  # noqa: E402
 ZERO = 1e-12
 LOSSY_EXAMPLES = ("lenient:lenience=0.8", "typical:epsilon=0.3,delta=0.6")
 NUM_TOKENS = 200
-DRAFT_TEMPS = (0.6, 0.8, 1.0, 1.2, 1.4)
+DRAFT_TEMPS = (0.6, 1.0, 1.4)
 
 
 def ways() -> dict[str, tuple[Deciding, dict]]:
@@ -56,16 +56,13 @@ def ways() -> dict[str, tuple[Deciding, dict]]:
 
 
 def enumerated() -> str:
-    """Table of distances and of accepted tokens on the stated example."""
-    lines = [
-        "| rule | distance, 1 round | 2 rounds | 3 rounds | kept, K = 1 | K = 2 | K = 3 |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """Table of the largest distance and of accepted tokens on the stated example."""
+    lines = ["| rule | distance | kept, K = 1 | K = 3 |", "|---|---|---|---|"]
     for name, (deciding, how) in ways().items():
         rounds = Rounds(TARGET, Drawn(DRAFT, up_to(2), **how), deciding)
-        distances = [rounds.total_variation(n, longest_joint(3, n, 2)) for n in (1, 2, 3)]
-        cells = ["< 1e-12" if d < ZERO else f"{d:.3f}" for d in distances]
-        for k in (1, 2, 3):
+        largest = max(rounds.total_variation(n, longest_joint(3, n, 2)) for n in (1, 2, 3))
+        cells = ["< 1e-12" if largest < ZERO else f"{largest:.3f}"]
+        for k in (1, 3):
             kept = Rounds(TARGET, Drawn(DRAFT, up_to(k), **how), deciding).expected_accepted()
             cells.append(f"{kept:.3f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -1,4 +1,4 @@
-"""Exact distributions of rounds: what the tests add to `specdec_mlx.lab.proof.law`.
+"""Exact distributions of rounds: what the tests add to `specdec_mlx.lab.proof.enumeration`.
 
 Match and its coupled form, drafts made in several ways; and named wrong rules, each of which the
 same enumeration has to reject.
@@ -19,15 +19,15 @@ import numpy as np
 
 from specdec_mlx.contracts import Agreement, Draft, DraftContext, Drafter, Session, Verdict
 from specdec_mlx.lab.papers.lossy import Lenient
-from specdec_mlx.lab.proof.law import NUM_STATES as NUM_STATES
-from specdec_mlx.lab.proof.law import ByRule as ByRule
-from specdec_mlx.lab.proof.law import Drawn as Drawn
-from specdec_mlx.lab.proof.law import Outcomes, Tokens
-from specdec_mlx.lab.proof.law import Rounds as Rounds
-from specdec_mlx.lab.proof.law import Source as Source
-from specdec_mlx.lab.proof.law import continued as continued
-from specdec_mlx.lab.proof.law import state_after as state_after
-from specdec_mlx.lab.proof.law import up_to as up_to
+from specdec_mlx.lab.proof.enumeration import NUM_STATES as NUM_STATES
+from specdec_mlx.lab.proof.enumeration import ByRule as ByRule
+from specdec_mlx.lab.proof.enumeration import Drawn as Drawn
+from specdec_mlx.lab.proof.enumeration import Outcomes, Tokens
+from specdec_mlx.lab.proof.enumeration import Rounds as Rounds
+from specdec_mlx.lab.proof.enumeration import Source as Source
+from specdec_mlx.lab.proof.enumeration import continued as continued
+from specdec_mlx.lab.proof.enumeration import state_after as state_after
+from specdec_mlx.lab.proof.enumeration import up_to as up_to
 from specdec_mlx.lab.proof.rule import to_mlx as to_mlx
 from specdec_mlx.rules import (
     Block,

@@ -13,7 +13,7 @@ import numpy as np
 from exact import ByRule, Rounds, Source
 from k_sequential import KSequential
 from specdec_mlx.contracts import ROOT
-from specdec_mlx.lab.proof.law import Outcomes, Tokens
+from specdec_mlx.lab.proof.enumeration import Outcomes, Tokens
 from specdec_mlx.rules import acceptance_probability, capped_ratio, point_mass, residual
 from specdec_mlx.trees.shape import children_of, path_to
 from specdec_mlx.trees.tree_rules import MultiRound, Traversal, TreeCoinRule, remaining_laws

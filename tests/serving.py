@@ -17,7 +17,7 @@ import openai
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.server.command import Signals, serve
 from specdec_mlx.server.flags import ServerSettings, parse_settings
-from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.requests import TextRequest
 
@@ -95,4 +95,4 @@ def drafter_of(flags: Flags, target: nn.Module, **asked: Any) -> Any:
     """Who drafts for a request to a server with these flags, for a loaded target."""
     known: Any = "target", None, target, None, {}, ()
     drafters = Models(ServerSettings(flags=flags)).drafters
-    return drafters.choose(TextRequest(**asked), Loaded(*known))[0]
+    return drafters.choose(TextRequest(**asked), LoadedModel(*known))[0]

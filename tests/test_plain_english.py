@@ -186,7 +186,7 @@ VAGUE = re.compile(
 )
 """Names that do not say what they hold. A function is a verb phrase, and a class is a noun."""
 
-NOT_YET_CLEAN = ("draft_length", "drafters", "lab", "server")
+NOT_YET_CLEAN: tuple[str, ...] = ()
 """Rooms that still have such names."""
 
 

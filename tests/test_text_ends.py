@@ -25,7 +25,7 @@ from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import ROOT, Draft
 from specdec_mlx.lab import load_pair
-from specdec_mlx.lab.proof.law import sources
+from specdec_mlx.lab.proof.enumeration import sources
 from specdec_mlx.loop import SHORT, Token
 from specdec_mlx.options import Options
 from specdec_mlx.rules import Block

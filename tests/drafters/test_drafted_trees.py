@@ -34,7 +34,7 @@ from specdec_mlx.drafters.draft_sources import places_after
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.tree_drafts import TreeDraws
 from specdec_mlx.errors import HeadError
-from specdec_mlx.lab.proof.law import continued, sources
+from specdec_mlx.lab.proof.enumeration import continued, sources
 from specdec_mlx.models.anatomy import StateReader
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list

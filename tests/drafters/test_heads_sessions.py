@@ -42,7 +42,7 @@ from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter, anatomy_for_head
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.lab import check_drafter
-from specdec_mlx.lab.proof.law import Tokens, state_after
+from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
 

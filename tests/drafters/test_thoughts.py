@@ -15,7 +15,7 @@ import specdec_mlx as sd
 from scripted import OracleDrafter, OracleTrees
 from selection import in_one_test
 from specdec_mlx.drafters.thoughts import Thought
-from specdec_mlx.server.forced import ThoughtBudget
+from specdec_mlx.server.constraints import ThoughtBudget
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -87,7 +87,7 @@ def test_a_grammar_begins_after_the_thought_whatever_is_drafted(
     tokenizer = pair[1]
     free = tokens_of(pair, None, [], **how)
     place = next(i for i in range(6, 40) if free[i] not in free[:i])
-    thought = Thought((free[place],), ends=tuple(tokenizer.eos_token_ids))
+    thought = Thought((free[place],), eos_ids=tuple(tokenizer.eos_token_ids))
 
     def processors() -> list[Any]:
         return [sd.drafters.GrammarProcessor(NUMBERS, tokenizer, thought=thought)]
@@ -118,7 +118,7 @@ def test_a_thought_may_be_opened_or_left_out(pair: tuple[Any, Any]) -> None:
     end = tokenizer.eos_token_id
     opens, closes = tokenizer.encode("<x"), tokenizer.encode("y>")
     assert min(len(opens), len(closes)) > 1
-    thought = Thought((*closes,), opens=(*opens,), ends=(end,))
+    thought = Thought((*closes,), opens=(*opens,), eos_ids=(end,))
     processor = sd.drafters.GrammarProcessor(NUMBERS, tokenizer, thought=thought)
     place = processor.beginning()
 
@@ -213,7 +213,7 @@ def test_a_budget_gives_one_text_whatever_is_drafted(
 ) -> None:
     """Drafts run over the place where the thought is closed, and a grammar may come after it."""
     tokenizer, size = pair[1], pair[0].args.vocab_size
-    thought = Thought((*tokenizer.encode("Qz"),), ends=(tokenizer.eos_token_id,))
+    thought = Thought((*tokenizer.encode("Qz"),), eos_ids=(tokenizer.eos_token_id,))
     free = tokens_of(pair, None, [], **how)
     for most, grammar in ((3, None), (10, NUMBERS)):
 

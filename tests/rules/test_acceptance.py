@@ -48,7 +48,7 @@ from lossless import noisy_copy
 from selection import in_one_test
 from specdec_mlx.contracts import Agreement, Draft, Verdict, needs_distribution, shares_noise
 from specdec_mlx.lab.papers.lossy import LOSSY, Lenient, Typical
-from specdec_mlx.lab.proof.law import sources, total_variation
+from specdec_mlx.lab.proof.enumeration import sources, total_variation
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments, check_values
 from specdec_mlx.rules import (
     RULES,

@@ -29,7 +29,7 @@ from exact_trees import (
 from selection import FULL, in_one_test
 from specdec_mlx.contracts import ROOT, Draft, Outcome, chain, first_path
 from specdec_mlx.lab.papers.lossy import Typical
-from specdec_mlx.lab.proof.law import sources
+from specdec_mlx.lab.proof.enumeration import sources
 from specdec_mlx.trees.shape import path_to
 from specdec_mlx.trees.tree_rules import MultiRound, OwnTokens, remaining_laws
 

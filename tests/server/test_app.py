@@ -98,14 +98,14 @@ def engine(served: tuple[StandIn, int]) -> StandIn:
     engine.tickets, engine.answer, engine.is_alive = [], say(TextPiece("Yes."), ENDED), True
     listed = [{"id": name, "created": 86400} for name in ("/folder/one", "two")]
 
-    def named(name: str) -> dict[str, Any]:
+    def find_entry(name: str) -> dict[str, Any]:
         for entry in listed:
             if entry["id"] == name:
                 return entry
         raise ModelFolderError(f"There is no model {name!r} here.")
 
     engine.models = SimpleNamespace(
-        listed=lambda: listed, named=named, can_see=lambda request: False
+        listed=lambda: listed, find_entry=find_entry, can_see=lambda request: False
     )
     return engine
 

@@ -346,7 +346,7 @@ def whole(*texts: Sequence[Event], **body: Any) -> dict[str, Any]:
         for event in events:
             written[-1].add(event)
     asked = CHAT.read({"messages": [USER], "n": len(texts), **body})
-    reply = CHAT.reply(asked).whole(written)
+    reply = CHAT.reply(asked).build(written)
     ChatCompletion.model_validate(reply)
     return reply
 

@@ -96,7 +96,7 @@ def test_log_probabilities_are_in_the_form_of_completions() -> None:
     written = Transcript()
     for event in EVENTS:
         written.add(event)
-    reply = COMPLETIONS.reply(asked).whole([written])
+    reply = COMPLETIONS.reply(asked).build([written])
     (choice,) = reply["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abé", "length")
     content = choice["logprobs"].pop("content")

@@ -653,14 +653,14 @@ def test_a_request_whose_model_is_freed_while_it_is_prepared_is_prepared_again(
     prepare = engine_module.prepare
 
     def freed_meanwhile(*args: Any) -> Any:
-        if threading.current_thread() is engine._thread:
+        if threading.current_thread() is started._thread:
             return prepare(*args)
-        engine.unload().result(60)
+        started.unload().result(60)
         raise AttributeError("'Model' object has no attribute 'model'")
 
-    with running(folder, flags=with_flags()) as engine:
+    with running(folder, flags=with_flags()) as started:
         monkeypatch.setattr(engine_module, "prepare", freed_meanwhile)
-        assert begin(engine, 0).wait().text == plain(folder, prompt_of(0), 40)
+        assert begin(started, 0).wait().text == plain(folder, prompt_of(0), 40)
 
 
 def seen(text: Transcript) -> tuple[Any, ...]:

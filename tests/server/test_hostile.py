@@ -27,7 +27,7 @@ from specdec_mlx.server.protocols import body
 from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.replies import ParsedBody
 from specdec_mlx.server.requests import Failed, RequestError, TextRequest
-from specdec_mlx.server.tickets import Ticket
+from specdec_mlx.server.served_requests import Ticket
 from tiny_model_folder import make_tokenizer, write_model_folder
 
 SECONDS = 20  # after which a test that waits fails

@@ -48,7 +48,7 @@ def both(*events: Event, **body: Any) -> list[dict[str, Any]]:
         written.add(event)
         raw += b"".join(stream.write(0, event))
     raw += b"".join(stream.end())
-    whole = MESSAGES.reply(asked).whole([written])
+    whole = MESSAGES.reply(asked).build([written])
     Message.model_validate(whole)
     return [whole, message_of(events_in(raw))]
 

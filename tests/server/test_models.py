@@ -167,23 +167,23 @@ def test_every_name_that_a_request_may_use_has_an_entry(folder: Path, tmp_path: 
     with running(folder, flags=with_flags(), any_model_name=True) as engine:
         length = engine.models.listed()[0]["context_length"]
         for name in ("local", "default_model", "a/b", "gpt-5", folder.name, str(folder)):
-            entry = engine.models.named(name)
+            entry = engine.models.find_entry(name)
             assert (entry["id"], entry["context_length"]) == (name, length)
-        assert "context_length" not in engine.models.named(str(other))
+        assert "context_length" not in engine.models.find_entry(str(other))
         ask(engine, model=str(other))
         lengths = {entry["id"]: entry.get("context_length") for entry in engine.models.listed()}
         assert (lengths[folder.name], lengths["other"]) == (None, 77)
         for name in ("other", str(other)):
-            assert engine.models.named(name)["context_length"] == 77
+            assert engine.models.find_entry(name)["context_length"] == 77
             assert ask(engine, model=name).ended
         for name in (str(tmp_path), "/nowhere", "a" * 5000):
             with pytest.raises((RequestError, ModelFolderError)) as told:
-                engine.models.named(name)
+                engine.models.find_entry(name)
             assert "--any-model-name" not in str(told.value)
     with running(folder, flags=with_flags()) as engine:
         for name in ("local", "a/b"):
             with pytest.raises(ModelFolderError, match="--any-model-name"):
-                engine.models.named(name)
+                engine.models.find_entry(name)
 
 
 def test_models_are_unloaded_and_loaded_again(folder: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from specdec_mlx.server import pictures
 from specdec_mlx.server.app import WIRES, refusal
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Models
-from specdec_mlx.server.pictures import image_of, named_only, take_pictures
+from specdec_mlx.server.pictures import image_of, replace_pictures, take_pictures
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.requests import RequestError, TextRequest
 from tiny_model_folder import write_model_folder
@@ -74,7 +74,7 @@ def test_a_picture_keeps_its_place_in_the_text(path: str) -> None:
     assert list(request.pictures.values()) == [data]
     (content,) = {message["content"] for message in request.messages or ()} or {""}
     assert b64encode(data).decode()[:20] not in content
-    named = named_only(content).split("[image: not shown to this model]")
+    named = replace_pictures(content).split("[image: not shown to this model]")
     assert named[0].strip() == "a"
     assert named[-1].strip() == "b"
 

@@ -202,7 +202,9 @@ def test_system_messages_are_folded_where_a_template_refuses_them(
         text = prompt(wrapper, messages=messages, template=names)[0]
         accepted = "at the start" if takes == "any" and protocol != "chat" else takes
         assert text == f"<s>{FOLDED[accepted]}<|assistant|>", protocol
-        ends = read_prompt(read.requests[0], wrapper, ServerSettings(), finds_ends=True).ends
+        ends = read_prompt(
+            read.requests[0], wrapper, ServerSettings(), finds_stops=True
+        ).prefill_stops
         assert ends
     answered = [*chat[:3], {"role": "assistant", "content": "c"}, *chat[3:]]
     if takes != "any":
@@ -226,8 +228,8 @@ def test_states_are_kept_at_the_ends_of_what_later_prompts_share(tokenizer: Any)
     """After the system prompt, before the thought that is left out later, and at the end."""
     messages = [{"role": "system", "content": "be so"}, USER]
     settings = ServerSettings()
-    read = read_prompt(TextRequest(messages=messages), tokenizer, settings, finds_ends=True)
-    ends = [tokenizer.decode(read.tokens[:end]) for end in read.ends]
+    read = read_prompt(TextRequest(messages=messages), tokenizer, settings, finds_stops=True)
+    ends = [tokenizer.decode(read.tokens[:end]) for end in read.prefill_stops]
     assert ends[0] == "<s><|system|>be so</s><|user|>"
     assert ends[1].endswith("the hat</s><|assistant|>")
     assert ends[2].endswith("<think>\n")

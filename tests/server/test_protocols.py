@@ -222,16 +222,16 @@ def test_half_a_pair_of_surrogates_in_a_call_is_replaced() -> None:
     written.add(CallBegan(0, "1", "f", '{"b": "\\ud83d"}'))
     written.add(Ended("tool_calls"))
     asked = MESSAGES.read({"messages": [{"role": "user", "content": "go"}]})
-    assert MESSAGES.reply(asked).whole([written])["content"][0]["input"] == {"b": "\ufffd"}
+    assert MESSAGES.reply(asked).build([written])["content"][0]["input"] == {"b": "\ufffd"}
 
 
 def test_an_answer_without_a_text_is_an_empty_one() -> None:
     """Clients count on a text where there is no call."""
     written = Transcript(ended=Ended("stop"))
     asked = CHAT.read({"messages": [{"role": "user", "content": "go"}]})
-    assert CHAT.reply(asked).whole([written])["choices"][0]["message"]["content"] == ""
+    assert CHAT.reply(asked).build([written])["choices"][0]["message"]["content"] == ""
     written.add(CallBegan(0, "1", "f", "{}"))
-    assert CHAT.reply(asked).whole([written])["choices"][0]["message"]["content"] is None
+    assert CHAT.reply(asked).build([written])["choices"][0]["message"]["content"] is None
 
 
 PARTS: list[tuple[Any, str]] = [

@@ -63,7 +63,7 @@ def both(*events: Event, **body: Any) -> list[dict[str, Any]]:
         written.add(event)
         raw += b"".join(stream.write(0, event))
     raw += b"".join(stream.end())
-    whole = RESPONSES.reply(asked).whole([written])
+    whole = RESPONSES.reply(asked).build([written])
     Response.model_validate(whole)
     return [whole, response_of(events_in(raw))]
 

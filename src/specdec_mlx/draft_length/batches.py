@@ -1,4 +1,4 @@
-"""Draft lengths of texts that share passes: the width that pays on average, by `auto`'s rule."""
+"""Draft lengths of texts that share passes. By the rule of "auto", the width pays on average."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from specdec_mlx.draft_length.value import Auto, DraftLength, Model, Prices
 
 @dataclass
 class SharedLength:
-    """The draft length and expensive drafters of all texts; prices are of passes over all."""
+    """The draft length of all texts in a batch.
+
+    Attributes:
+        tuning: learned costs of the model.
+        models: drafters that cost time, by their keys.
+        prices: costs of passes over all texts.
+    """
 
     tuning: Tuning
     models: dict[str, Model] = field(default_factory=dict)
@@ -23,20 +29,22 @@ class SharedLength:
         self.prices = Prices(self.tuning.cost_model())
 
     def resize(self, num_rows: int) -> None:
-        """Expect passes over so many texts."""
         self.prices.update(self.tuning.cost_model(num_texts=num_rows))
 
     def share(self, rows: Sequence[tuple[RowLength, str, Draft]]) -> list[Draft]:
-        """The part of each row's draft (length, drafter's key, draft) that is verified.
+        """The part of each row's draft that is verified.
 
-        A draft that was drawn is cut by its length and the other rows alone, a model's draft never.
+        `rows` has each row's draft length, its drafter's key and its draft.
         """
         width = max(len(draft) for _, _, draft in rows)
+        # A draft of a model is never cut, because its length was chosen before it was drawn.
         if width and not any(part in self.models for _, part, _ in rows):
             reaches = [row.reaches(part, draft) for row, part, draft in rows]
             by_place = zip_longest(*reaches, fillvalue=0.0)
+            # A pass costs the same for all rows, so the mean chance of a position decides.
             mean = [sum(each) / len(rows) for each in by_place]
             width, _ = self.prices.best(mean, is_copied=True)
+            # A row must not fall behind by more than its account allows.
             while width and not all(
                 self.prices.cost_model(1 + width, is_copied=True) - 1.0 - sum(reach[:width])
                 <= row.account.budget
@@ -54,16 +62,22 @@ class SharedLength:
         steady: bool,
         parts: Collection[str] = (),
     ) -> None:
-        """Learn from a pass over up to `width` draft tokens, and what it brought to each row.
+        """Learn from a pass over at most `width` draft tokens.
 
-        parts: keys of the drafters; what those that cost time add to a pass is their steps' cost.
+        Args:
+            width: draft tokens in a row.
+            rows: draft length of each row, and the tokens that it emitted.
+            seconds: seconds of the round.
+            steady: the seconds are typical and may be learned.
+            parts: keys of the drafters.
         """
         self.resize(len(rows))
         cost_model = self.prices.cost_model
         models = [self.models[part] for part in parts if part in self.models]
+        # The time above the known cost of the pass is the cost of the drafting steps.
         if steady and width and cost_model.seconds and models:
             for model in models:
-                model.learned.steps.add_whole(cost_model, seconds, width)
+                model.learned.steps.add_round(cost_model, seconds, width)
         elif steady:
             cost_model.add(1 + width, seconds, is_copied=not models)
         cost = cost_model(1 + width, is_copied=not models)
@@ -76,9 +90,10 @@ class SharedLength:
 
 @dataclass
 class RowLength(DraftLength):
-    """One text's side of it: chains alone, kept whole, which `SharedLength` cuts.
+    """The draft length of one text. Its drafts are chains, which `SharedLength` cuts.
 
-    account: what the text may fall behind a plain batch, in plain passes.
+    Attributes:
+        account: the time that the text may lose against a plain batch, in plain passes.
     """
 
     values_drafts = True
@@ -90,7 +105,7 @@ class RowLength(DraftLength):
         self.auto = Auto(self.shared.tuning, shared_prices=self.shared.prices)
 
     def limit(self, part: str, cheap: bool) -> int:
-        """The longest that is tried, or for a draft model the length chosen for all rows."""
+        """The longest useful draft, or the length that was chosen for all rows of a draft model."""
         if not cheap and part not in self.auto.parts:
             self.auto.parts[part] = self.shared.models.setdefault(part, self.auto.part(part, Model))
         return self.auto.limit(part, cheap)
@@ -100,23 +115,21 @@ class RowLength(DraftLength):
         return len(draft) if self.auto.cut(part, draft) else 0
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
-        """The draft that is worth most, whole."""
         key, draft = self.auto.choose(drafts)
         return key, dict(drafts).get(key, draft)
 
     def beats_chosen(self, part: str) -> bool:
-        """True if a draft model promises more than the draft that was chosen last."""
         return self.auto.beats_chosen(part)
 
     def reaches(self, part: str, draft: Draft) -> list[float]:
-        """[K] chance of each token that it and all before it are accepted; by place if drawn."""
+        """Chances [K] that each token and all tokens before it are accepted."""
         if not len(draft):
             return []
+        # A drawn draft is judged by its positions only. Its tokens must not decide.
         known = tokens_and_evidence(draft) if draft.logprobs is None else ((), [0] * len(draft))
-        found: list[float] = self.auto.parts[part].reaches(*known)
-        return found
+        chances: list[float] = self.auto.parts[part].reaches(*known)
+        return chances
 
     def record(self, round_: RoundRecord) -> None:
-        """Learn how far the drafts were right, verified or not; `shared` learns what they cost."""
         for key, part in self.auto.parts.items():
             part.record(replace(round_, steady=False), round_.drafted > 0 and key == round_.part)

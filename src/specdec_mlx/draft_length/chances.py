@@ -1,8 +1,9 @@
-"""How likely a draft token is accepted, by its evidence: a logistic regression, online.
+"""The chance that a draft token is accepted, by online logistic regression on its evidence.
 
-The chance of a token, given those before it, is 1 / (1 + exp(-z)), z the sum of one weight for the
-class of each feature, and for a copied token its own and that of the pair with the one before. Each
-is normally distributed around its prior, and moves as in the extended Kalman filter.
+If all tokens before it are accepted, the chance of a token is 1 / (1 + exp(-z)). z is the sum of
+one weight for the class of each feature. A copied token adds its own weight, and the weight of its
+pair with the token before. Each weight is normally distributed around its prior, and moves as in
+the extended Kalman filter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EDGES: dict[str, Sequence[float]] = {
     "place": (1, 2, 4, 8, 16, 32),
     "recent": (0.2, 0.4, 0.6, 0.8, 0.95),
 }
-"""Features, and the lower ends of their classes; class 0 is below the first one."""
+"""Features, and the lower bounds of their classes. Class 0 is below the first bound."""
 
 *starts, NUM_WEIGHTS = accumulate((len(edges) + 1 for edges in EDGES.values()), initial=0)
 START = dict(zip(EDGES, starts, strict=True))
@@ -37,16 +38,15 @@ RECENT_DECAY = 0.7  # of the moving average of "this token was right", per token
 VARIANCE = 0.07  # of each weight around its prior, over models and kinds of text
 TOKEN_VARIANCE = 1.0  # of the weight of a copied token, and of a pair
 LEAST_VARIANCE = 0.015  # after any number of trials: texts change
-MOST_TOKENS = 100_000  # tokens and pairs that are remembered, 24 MB; the latest ones
+MOST_TOKENS = 100_000  # latest tokens and pairs that are remembered, 24 MB
 
 
 def class_of(feature: str, value: float) -> int:
-    """Index of the weight for a feature's value."""
     return START[feature] + bisect_right(EDGES[feature], value)
 
 
 PLACES = [class_of("place", place) for place in range(33)]
-"""Indices of the weights for places in a draft; the last one is of all further places."""
+"""Indices of the weights for positions in a draft. The last index is for all later positions."""
 
 
 def _read_priors() -> dict[str, list[float]]:
@@ -59,27 +59,30 @@ def _read_priors() -> dict[str, list[float]]:
 
 
 PRIORS = _read_priors()
-"""First weights of look-ups, of models whose distribution is known, and of tokens yet unseen."""
+"""Initial weights for look-ups, for models with a known distribution, and for unseen tokens."""
 
 
 @lru_cache(maxsize=4096)
 def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
-    """Indices of the weights that a token's evidence selects; a plain int is its match."""
-    shown = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
-    found = [class_of("match", shown.match)]
-    if shown.confidence is not None:
-        found.append(class_of("of a draw" if shown.is_drawn else "confidence", shown.confidence))
+    """Indices of the weights that a token's evidence selects. An int stands for a match."""
+    full = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
+    classes = [class_of("match", full.match)]
+    if full.confidence is not None:
+        classes.append(class_of("of a draw" if full.is_drawn else "confidence", full.confidence))
     else:
-        found += [class_of("share", shown.share), class_of("places", shown.places)]
-    return (*found, class_of("rank", shown.rank)) if shown.rank else tuple(found)
+        classes += [class_of("share", full.share), class_of("places", full.places)]
+    return (*classes, class_of("rank", full.rank)) if full.rank else tuple(classes)
 
 
 @dataclass
 class Chances:
-    """How likely the tokens of one drafter are accepted; the same for chains and for trees.
+    """The chances of one drafter's tokens, for chains and trees.
 
-    weights: [log-odds, variance] of each. recent: moving average of "right". tokens: weights of
-    copied tokens; they are of what users wrote, and stay in the process.
+    Attributes:
+        weights: log-odds and variance of each weight.
+        recent: moving average of right tokens.
+        tokens: weights of copied tokens and of pairs. They come from the users' texts and are
+            never saved.
     """
 
     weights: list[list[float]]
@@ -88,11 +91,11 @@ class Chances:
 
     @classmethod
     def of(cls, kind: str) -> Chances:
-        """The prior; kind: out of `PRIORS`."""
+        """Initial chances of a kind in `PRIORS`."""
         return cls([[odds, VARIANCE] for odds in PRIORS[kind]])
 
     def decay(self) -> None:
-        """Move recent acceptance half way to 0.5: another text, or nothing was seen for long."""
+        """Move recent acceptance half way to 0.5, because the text is new."""
         self.recent += 0.5 * (0.5 - self.recent)
 
     def of_draft(
@@ -102,23 +105,29 @@ class Chances:
         before: int = -2,
         first: int = 0,
     ) -> list[float]:
-        """Chance of each token of a draft, given those before it.
+        """Chance of each token of a draft, if all tokens before it are accepted.
 
-        tokens: [K] of a copied draft, which continues `before`. first: place of the first one.
+        Args:
+            evidence: evidence for each token.
+            tokens: tokens [K] of a copied draft.
+            before: the token before the draft.
+            first: position of the first token in the draft.
         """
         weights, known, chances = self.weights, self.tokens, []
         recent = weights[START["recent"] + bisect_right(EDGES["recent"], self.recent)][0]
         latest: Evidence | int | None = None
         base = 0.0
-        for place, shown in enumerate(evidence, start=first):
-            if shown is not latest:
-                latest, base = shown, recent
-                for i in classes_of(shown):
+        for place, each in enumerate(evidence, start=first):
+            # Tokens of a copy often share one evidence object, so its sum is kept.
+            if each is not latest:
+                latest, base = each, recent
+                for i in classes_of(each):
                     base += weights[i][0]
             z = base + weights[PLACES[place if place < 32 else 32]][0]
             if tokens:
                 for key in (token := tokens[place - first], ~before << 32 | token):
                     if key in known:
+                        # Keys of tokens are >= 0, and keys of pairs are negative.
                         z += known[key][0]
                 before = token
             chances.append(1 / (1 + exp(-z)))
@@ -132,13 +141,14 @@ class Chances:
         before: int = -2,
         first: int = 0,
     ) -> None:
-        """Learn from tokens that were right, or not; the others as in `of_draft`."""
+        """Learn which tokens were `right`. The other arguments are as in `of_draft`."""
         for place, is_right in enumerate(right, start=first):
             recent = START["recent"] + bisect_right(EDGES["recent"], self.recent)
             classes = (*classes_of(evidence[place - first]), PLACES[min(place, 32)], recent)
             active = [*map(self.weights.__getitem__, classes)]
             if tokens:
                 for key in (token := tokens[place - first], ~before << 32 | token):
+                    # Moving the key to the end keeps the oldest keys first.
                     self.tokens[key] = self.tokens.pop(key, [0.0, TOKEN_VARIANCE])
                     active.append(self.tokens[key])
                 before = token
@@ -146,11 +156,13 @@ class Chances:
             for odds, variance in active:
                 z, spread = z + odds, spread + variance
             chance = 1 / (1 + exp(-z))
+            # Kalman filter: the gain of a weight is variance / (1 + p (1 - p) * sum of variances).
             information = chance * (1 - chance)
             gain = 1 / (1 + information * spread)
             for weight in active:
                 variance = weight[1]
                 weight[0] += variance * gain * (is_right - chance)
+                # Weights never stop learning, because texts change.
                 weight[1] = max(LEAST_VARIANCE, variance * (1 - variance * gain * information))
             self.recent += (1 - RECENT_DECAY) * (is_right - self.recent)
         while len(self.tokens) > MOST_TOKENS:
@@ -158,7 +170,6 @@ class Chances:
 
 
 def tokens_and_evidence(draft: Draft) -> tuple[list[int], Sequence[Evidence | int]]:
-    """The tokens of a draft, and the evidence for each."""
     tokens: Any = draft.tokens
     known = tokens.tolist() if hasattr(tokens, "tolist") else [*tokens]
     return known, draft.evidence or [0] * len(known)

@@ -1,6 +1,7 @@
-"""Costs: of a pass by the number of its rows, a staircase; of drafting, by the number of steps.
+"""The cost of a pass by its number of rows, and the cost of drafting by its number of steps.
 
-A quantized product reads the weights once for a few rows, and then for each tile of 32 or 64.
+The cost of a pass is a staircase. A quantized product reads the weights once for a few rows, and
+then once for each tile of 32 or 64 rows.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import mlx.nn as nn
 import numpy as np
 
 WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
-"""Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
-for machines without tiles. A draft of K tokens is K + 1 rows."""
+"""Numbers of rows that are chosen from: the last before a step of some curve, and 20 and 48 for
+machines without tiles. A draft of K tokens has K + 1 rows."""
 NUM_SAMPLES = 7  # measurements that count: other programs use the machine too
-# plain rounds that a pace is the median of, and rounds in succession that contradict what was
-# measured, until they are believed
+# plain rounds whose median is the pace, and successive rounds that must contradict the measurements
+# to be believed
 NUM_PLAIN = NUM_SAMPLES // 2
 MOVED = 1.7  # times that a plain round differs from the rounds before if the pace has changed
 PLAIN_EVERY = 128  # rounds after which a plain round is measured anew
-FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
+FIRST_ROWS = WIDTHS[3]  # of the widest pass at first; MLX's kernels for few rows take 5 at once
 
 
 SINGLE = 2.0  # bound of a width that was measured once, in excesses of the prior over one row
@@ -42,13 +43,17 @@ new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 
 
 class Curve(NamedTuple):
-    """Costs of passes: (rows, cost), straight lines between and beyond; `fits` matches chips."""
+    """Costs of passes by rows, with straight lines between the points and beyond them.
+
+    Attributes:
+        points: rows and cost.
+        fits: pattern of the chips that have this curve.
+    """
 
     points: tuple[tuple[int, float], ...]
     fits: str = ""
 
     def __call__(self, rows: int) -> float:
-        """Cost of a pass over `rows` >= 1."""
         i = min(max(1, bisect_right(self.points, (rows, 0.0))), len(self.points) - 1)
         (m0, c0), (m1, c1) = self.points[i - 1 : i + 1]
         return c0 + (c1 - c0) * (rows - m0) / (m1 - m0)
@@ -61,6 +66,7 @@ def _read() -> dict[str, Curve]:
         points = [(int(m), float(cost)) for m, cost in (pair.split(":") for pair in costs.split())]
         (_, most), size = points[-1], int(tile)
         for n in range(2, 5 if size else 2):
+            # Each further tile costs as much as the first.
             points += [((n - 1) * size + 1, n * most), (n * size, n * most)]
         curves[name] = Curve(tuple(points), fits)
     return curves
@@ -71,7 +77,7 @@ MILDEST = CURVES["mildest"]  # on an unknown machine; two measurements correct i
 
 
 def prior_for(model: nn.Module) -> Curve:
-    """The curve of the chip nearest to this one, for weights and layers like this model's."""
+    """The curve of the most similar chip, for weights and layers like this model's."""
     packed = [layer for layer in model.modules() if hasattr(layer, "bits")]
     kinds = [f"{layer.bits} {getattr(layer, 'mode', 'affine')}" for layer in packed]
     kind = mode(kinds) if kinds else "float"
@@ -79,12 +85,11 @@ def prior_for(model: nn.Module) -> Curve:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """True if a layer of the model chooses among experts for each row."""
     return any("Switch" in type(layer).__name__ for layer in model.modules())
 
 
 def curve_for(kind: str) -> tuple[str, Curve]:
-    """Name and curve of the chip nearest to this one, for weights such as "4 affine"."""
+    """Name and curve of the most similar chip, for weights such as "4 affine"."""
     machine = f"{mx.device_info().get('device_name', '')} {kind}".removeprefix("Apple ")
     fitting = (item for item in CURVES.items() if re.fullmatch(item[1].fits, machine))
     return next(fitting, ("mildest", MILDEST))
@@ -143,7 +148,7 @@ class CostModel:
         self.refit()
 
     def add(self, rows: int, seconds: float, *, is_copied: bool = False) -> None:
-        """Add a round whose seconds are those of one pass."""
+        """Add a round whose seconds are the time of one pass."""
         if seconds <= 0:
             return
         self._num_rounds += 1
@@ -157,7 +162,7 @@ class CostModel:
         self.needs_plain = self._num_rounds >= self._due
 
     def _add_plain(self, seconds: float) -> None:
-        """Add a plain pass; where it contradicts the ones before, another one decides."""
+        """Add a plain pass. If it contradicts the passes before, another plain pass is due."""
         before = self.seconds or seconds
         self.plain.append(seconds)
         self.seconds = median_low(self.plain)
@@ -178,21 +183,28 @@ class CostModel:
         less: float = 0.0,
         shares: int = 1,
     ) -> None:
-        """Add seconds, in plain rounds, to samples of a cost, unless they contradict what is known.
+        """Add a round to the samples of a cost, unless it contradicts the known cost.
 
-        That was a bad moment of the machine, unless a plain round, which is due then, takes as long
-        as ever, or several rounds agree. less, shares: of the cost the samples have the rest, in so
-        many shares.
+        Args:
+            samples: samples to add to, in plain rounds.
+            seconds: seconds of the round.
+            rows: rows of its pass.
+            known: expected cost of the round, in plain rounds.
+            less: part of the cost that does not belong to the samples.
+            shares: number of equal parts of the rest, such as draft steps.
         """
         ratio = seconds / self.seconds
+        # No pass is quicker than a plain pass, so the plain pace must have changed.
         is_low = ratio * MOVED < 1.0
         self._num_odd = (self._num_odd + 1) * (is_low or known * MOVED < ratio)
         if self._num_odd > (0 if is_low else min(NUM_PLAIN, len(samples))):
             self._due = self._num_rounds
+        # A contradiction is a bad moment of the machine, unless a plain round (which is then due)
+        # takes as long as ever, or several rounds agree.
         self._doubted = samples, (ratio - less) / shares
         if not 0 < self._num_odd <= NUM_PLAIN:
             self._believe()
-        # where the first passes are narrow, two measurements come before a wider one
+        # If the first passes are narrow, two measurements come before a wider pass.
         if self.first_rows == FIRST_ROWS or sum(map(len, self.ratios.values())) > 1:
             self.most_rows = max(self.most_rows, 4 * rows)
 
@@ -204,36 +216,33 @@ class CostModel:
             self.refit()
 
     def __call__(self, rows: int, *, is_copied: bool = False) -> float:
-        """Cost of a pass over `rows` >= 1, in passes over one; never falling."""
+        """Cost of a pass over `rows` >= 1, in passes over one row. It never falls."""
         fitted = self.fitted[is_copied]
         if rows in fitted:
             return fitted[rows]
         return float(np.interp(rows, list(fitted), list(fitted.values())))
 
     def restore(self, *ratios: Mapping[int, Sequence[float]]) -> None:
-        """Take over the measured costs of new and of copied rows."""
         self.ratios, self.copied = (
-            {rows: new_samples(costs) for rows, costs in one.items() if costs} for one in ratios
+            {rows: new_samples(costs) for rows, costs in kind.items() if costs} for kind in ratios
         )
         self.most_rows = max(self.most_rows, 4 * max(self.ratios, default=0))
         self.refit()
 
     def refit(self) -> None:
-        """Fit the prior to all that was measured.
-
-        Other programs use the machine too: a pass is slow by chance, but never quick. So a width
-        costs the lower quartile of its measurements, and a single measurement proves little.
-        """
+        """Fit the prior to all measurements."""
         measured = []
         for ratios in (self.ratios, self.copied) if self.has_experts else (self.ratios,):
-            found: Quantiles = {}
+            quantiles: Quantiles = {}
             for rows, samples in ratios.items():
                 if rows not in self._excess:
                     self._excess[rows] = self.prior(rows) - 1.0
                 if num := len(samples):
+                    # Other programs use the machine too. A pass is slow by chance and never quick,
+                    # so a width costs the lower quartile, and a single measurement has a bound.
                     most = 1.0 + (SINGLE * self._excess[rows] if num == 1 else rows)
-                    found[rows] = min(sorted(samples)[num // 4], most), num
-            measured.append(found)
+                    quantiles[rows] = min(sorted(samples)[num // 4], most), num
+            measured.append(quantiles)
         if measured != self._measured:
             self._measured = measured
             scales = self._scales()
@@ -241,38 +250,37 @@ class CostModel:
             self.fitted = new, self._curve(1, scales) if self.has_experts else new
 
     def _scales(self) -> list[tuple[float, float]]:
-        """The scale of the prior's excess of new and of copied rows, for each related model.
-
-        Ridge regression: without measurements the scale is 1 for all rows and at all depths.
-        """
+        """Scales of the prior's excess for new and copied rows, for each related model."""
+        # Ridge regression. Without measurements the scale is 1 for all rows and at all depths.
         few = max(self._excess[FIRST_ROWS], 1e-6)
         left, right = few * np.diag(RIDGE), few * np.array([RIDGE[0], 0.0, 0.0])
         for model in self.related:
-            for is_copied, found in enumerate(model._measured):
+            for is_copied, quantiles in enumerate(model._measured):
                 features = np.array([1.0, is_copied, model.depth])
-                expected = sum(num * model._excess[rows] for rows, (_, num) in found.items())
+                expected = sum(num * model._excess[rows] for rows, (_, num) in quantiles.items())
                 left += expected * np.outer(features, features)
-                right += sum(num * (ratio - 1.0) for ratio, num in found.values()) * features
+                right += sum(num * (ratio - 1.0) for ratio, num in quantiles.values()) * features
         common, of_copied, of_depth = np.linalg.solve(left, right).tolist()
         new = [common + of_depth * model.depth for model in self.related]
         return [(max(0.0, scale), max(0.0, scale + of_copied)) for scale in new]
 
     def _curve(self, is_copied: int, scales: list[tuple[float, float]]) -> dict[int, float]:
         """The isotonic fit for new or copied rows."""
-        scale, own = scales[self.related.index(self)][is_copied], self._measured[is_copied]
-        # wide passes take another kernel, which narrow passes tell little about
-        if self.prior.fits and max(own, default=0) <= FIRST_ROWS:
+        scale, measurements = scales[self.related.index(self)][is_copied], self._measured[is_copied]
+        # Wide passes use another kernel, and narrow passes say little about it.
+        if self.prior.fits and max(measurements, default=0) <= FIRST_ROWS:
             believed = measured = PRIOR_WEIGHT * (1.0 + self._excess[FIRST_ROWS])
-            for rows, (ratio, num) in own.items():
+            for rows, (ratio, num) in measurements.items():
                 believed += num * (1.0 + self._excess[rows])
                 measured += num * ratio
             scale = min(scale, measured / believed)
         points = {m: [(1.0 + scale * more, PRIOR_WEIGHT)] for m, more in self._excess.items()}
         for model, other in zip(self.related, scales, strict=True):
-            for kind, found in enumerate(model._measured):
+            for kind, quantiles in enumerate(model._measured):
                 is_own = model is self and kind == is_copied
                 times = scale / other[kind] if other[kind] > 0 and not is_own else 1.0
-                for rows, (ratio, num) in found.items():
+                for rows, (ratio, num) in quantiles.items():
+                    # Related measurements count half.
                     weight = num if is_own else num / 2
                     points.setdefault(rows, []).append((1.0 + times * (ratio - 1.0), weight))
         weighed = []
@@ -284,34 +292,41 @@ class CostModel:
 
 @dataclass
 class Steps:
-    """Cost of drafting, in plain rounds: of the first token, and of each further one."""
+    """Cost of drafting in plain rounds.
+
+    Attributes:
+        first: measured costs of the first token.
+        further: measured costs of later tokens.
+    """
 
     first: deque[float] = field(default_factory=new_samples)
     further: deque[float] = field(default_factory=new_samples)
 
-    def add_whole(self, cost_model: CostModel, seconds: float, num_steps: int) -> None:
-        """Add a round whose pass verified so many tokens, of which the whole is known."""
+    def add_round(self, cost_model: CostModel, seconds: float, num_steps: int) -> None:
+        """Add a round that verified this number of tokens. Only its total time is known."""
         cost = cost_model(1 + num_steps)
         known = cost + self(num_steps)
         cost_model.measure(self.first, seconds, 1 + num_steps, known, cost, num_steps)
 
     def of(self, samples: Sequence[float]) -> float:
-        """Cost of a step by its measurements; the prior is one, so that no first one is all."""
+        """Cost of a step by its measurements and its prior."""
+        # The prior counts as one measurement, so that the first measurement alone decides nothing.
         return sorted((0.0, median_low((UNKNOWN_STEP, *samples)), MOST_EXPENSIVE))[1]
 
     @property
     def step(self) -> float:
-        """Cost of a token after the first: it is never more, and the first is measured oftener."""
+        """Cost of a token after the first."""
         first = self.of(self.first)
+        # A later token never costs more than the first, which is measured more often.
         return min(first, self.of(self.further)) if self.further else first
 
     def __call__(self, num_steps: int) -> float:
-        """Cost of a draft of so many steps."""
         return self.of(self.first) + (num_steps - 1) * self.step if num_steps else 0.0
 
 
 def isotonic(points: Sequence[tuple[float, float]]) -> list[float]:
-    """Never-falling costs >= 1 nearest to points (cost, weight), by pooling adjacent violators."""
+    """The costs >= 1 that never fall and are nearest to the points (cost, weight)."""
+    # Pool adjacent violators: neighbours that fall are merged to their weighted mean.
     blocks: list[tuple[float, float, int]] = []  # cost, weight, number of points
     for cost, weight in points:
         number = 1

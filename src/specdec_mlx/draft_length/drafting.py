@@ -1,4 +1,4 @@
-"""The drafter's side of a generation: which sessions are asked, and which draft is taken."""
+"""Ask the sessions of a drafter for drafts, and choose the draft to verify."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ NOT_EXACT = "this model is not exact for several positions"
 
 
 class SessionPart(NamedTuple):
-    """One of the sessions to ask: its drafter's key, whether that is free, and how."""
+    """A session to ask for drafts.
+
+    Attributes:
+        key: key of its drafter.
+        is_cheap: asking is free.
+        propose: makes a draft of at most this number of tokens.
+    """
 
     key: str
     is_cheap: bool
@@ -47,9 +53,11 @@ NOTHING: Proposal = "", NO_DRAFT
 
 
 class Choice(NamedTuple):
-    """A draft, and the key of its drafter; both empty if nothing is worth verifying.
+    """A draft and the key of its drafter. Both are empty if nothing is worth verifying.
 
-    why_none: the reason where something was asked. was_paid: a drafter that costs time was asked.
+    Attributes:
+        why_none: the reason for an empty draft.
+        was_paid: a drafter that costs time was asked.
     """
 
     part: str = ""
@@ -66,7 +74,9 @@ Room = Callable[[], int]
 class Selection:
     """The sessions of a drafter in groups, and the draft length that values their drafts.
 
-    has_cheap, is_free: some of the sessions, or all, are free to ask.
+    Attributes:
+        has_cheap: some sessions are free to ask.
+        is_free: all sessions are free to ask.
     """
 
     length: DraftLength
@@ -79,11 +89,12 @@ class Selection:
     def of(
         cls, session: Session, key: str, length: DraftLength, may_fork: MayFork, stream: Any
     ) -> Selection:
-        """Select among a session's parts; a session without parts is the only part."""
+        """Select among a session's parts. A session without parts is the only part."""
         groups = session.groups(key)
         kinds = [{one.cheap for _, one in group} for group in groups]
+        # Free and expensive sessions compete by value, even if the length is fixed.
         if not length.values_drafts and any(len(kind) > 1 for kind in kinds):
-            length = Auto(given=length)
+            length = Auto(policy=length)
         parts = [
             [SessionPart(key, one.cheap, length.begin(key, one, may_fork)) for key, one in group]
             for group in groups
@@ -92,13 +103,11 @@ class Selection:
         return cls(length, parts, any(True in kind for kind in kinds), is_free, stream)
 
     def choose(self, room: Room) -> Choice:
-        """The draft that is worth most, of the first group of sessions that has one.
-
-        No token that was drawn decides; see `Session.groups`.
-        """
         reasons, was_paid = [NOT_WORTH], False
         for group in self.groups:
             best = self.look_up(group, room, reasons)
+            # No drawn token decides: a drawn draft must not depend on its own tokens (see
+            # `Session.groups`).
             is_certain = len(best[1].tokens) > 0 and best[1].logprobs is None
             for part in group:
                 limit = 0 if part.is_cheap else self.limit(part, room, reasons)
@@ -113,7 +122,7 @@ class Selection:
         return Choice("", NO_DRAFT, reasons[-1], was_paid)
 
     def look_up(self, group: Sequence[SessionPart], room: Room, reasons: list[str]) -> Proposal:
-        """The best draft of the parts that are free to ask: a point mass, or else a drawn draft."""
+        """The best draft of the free parts. Deterministic drafts come before drawn drafts."""
         certain, drawn = list[Proposal](), NOTHING
         for part in group:
             limit = self.limit(part, room, reasons) if part.is_cheap else 0
@@ -129,7 +138,7 @@ class Selection:
         return drawn
 
     def may_find(self, room: Room) -> bool:
-        """Ask the parts that are free; True if there may be a draft now."""
+        """Ask the free parts. Returns True if there may be a draft now."""
         for group in self.groups:
             for part in group:
                 if not part.is_cheap and self.limit(part, room, []):
@@ -139,15 +148,16 @@ class Selection:
         return False
 
     def limit(self, part: SessionPart, room: Room, reasons: list[str]) -> int:
-        """Most tokens that a part may draft now; adds why there may be no draft."""
+        """Most tokens that a part may draft now. A reason for no draft is added to `reasons`."""
         limit = self.length.limit(part.key, part.is_cheap)
-        if limit:  # else the caches need not be asked
+        if limit:
+            # Asking the caches takes time, so the length is asked first.
             limit = max(0, min(limit, room()))
             reasons.append(NO_MATCH if limit else NOT_EXACT)
         return limit
 
     def ask(self, part: SessionPart, limit: int) -> Draft:
-        """A session's draft, within the limit. Raises DraftError for anything else."""
+        """A session's draft within the limit. Raises DraftError for anything else."""
         with mx.stream(self.stream):
             draft = part.propose(limit)
         if not isinstance(draft, Draft):
@@ -160,13 +170,17 @@ class Selection:
 
 @dataclass
 class Drafting:
-    """Asks a drafter's session for drafts that are worth verifying.
+    """Asks the session of a drafter for drafts that are worth verifying.
 
-    keeps_cache: the caller keeps the target's caches, which end with the last token. selection: of
-    the session's parts; None without a drafter. part: key of the latest draft's drafter, or "".
-    features: what the session reads of the target. may_find: a draft is likely to be looked for
-    after this round. why_none: why nothing is drafted. is_shared: ranks draft together.
-    is_under_way: the pass of the latest draft is launched.
+    Attributes:
+        keeps_cache: the caller keeps the target's caches, which must end with the last token.
+        selection: the session's parts, or None without a drafter.
+        features: the target's states that the session reads.
+        part: key of the latest draft's drafter, or "".
+        may_find: a draft will probably be looked for after this round.
+        why_none: the reason that nothing is drafted.
+        is_shared: ranks draft together.
+        is_under_way: the pass of the latest draft has been launched.
     """
 
     is_shared: ClassVar[bool] = False
@@ -190,7 +204,7 @@ class Drafting:
         if self.drafter is None:
             return
         self.why_none = NO_MATCH
-        # which a drafter may keep: it does not grow
+        # A drafter may keep the list, which must not grow.
         prompt = list(self.sequence.tokens)
         session = self.drafter.begin(prompt, context)
         if not isinstance(session, Session):
@@ -202,13 +216,11 @@ class Drafting:
         self.selection = Selection.of(self.session, key, self.length, self.may_fork, self.stream)
 
     def may_fork(self) -> bool:
-        """True if a tree may be verified now."""
         return self.target.takes_trees()
 
     def propose(self) -> Draft:
-        """The best draft of the first group of sessions that has one."""
         self.part, selection = "", self.selection
-        # one token comes with the verdict
+        # The verdict brings a token of its own, so the last token needs no draft.
         if selection is None or not self.sequence.wants_more(0 if self.keeps_cache else 1):
             return NO_DRAFT
         chosen = selection.choose(self.room)
@@ -219,30 +231,29 @@ class Drafting:
         return chosen.draft
 
     def record(self, round_: RoundRecord) -> None:
-        """Tell the draft length of a finished round."""
         if self.selection is not None:
             self.selection.length.record(round_)
 
     def as_on_first(self, tokens: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """The tokens as they come; see `ranks.SharedDrafting`."""
+        """The tokens of the first rank (see `ranks.SharedDrafting`)."""
         return tokens
 
     def agree_on_end(self) -> bool:
-        """True: alone, a generation ends where its caller is; see `ranks.SharedDrafting`."""
+        """True if the generation ends for all ranks (see `ranks.SharedDrafting`)."""
         return True
 
     def close(self, end: int) -> None:
-        """Tell the session that the first `end` tokens are all that the caller has."""
         if self.session is not None:
             self.session.close(end)
 
     def room(self) -> int:
-        """Most tokens of a draft: by max_tokens, and by what the caches can undo."""
+        """Most tokens of a draft, by max_tokens and by the positions that the caches can undo."""
         position, widest = self.target.rollback.position, self.target.measure_width()
         if self.sequence.embeddings is not None and position < self.sequence.prompt_length:
             return 0
         wanted = self.sequence.num_remaining(0 if self.keeps_cache else 1)
         rooms = [ANY_LENGTH if wanted is None else wanted]
         if widest is not None:
+            # Pending tokens and the draft are fed in one pass.
             rooms.append(widest - max(1, len(self.sequence.tokens) - position))
         return min(rooms)

@@ -1,4 +1,4 @@
-"""Learned state of a loaded model and its drafters, kept from call to call and on disk."""
+"""Learned costs and chances of a loaded model and its drafters, kept between calls and on disk."""
 
 from __future__ import annotations
 
@@ -33,23 +33,25 @@ from specdec_mlx.draft_length.costs import (
 from specdec_mlx.files import cache_root, parse, read_text, replacing
 from specdec_mlx.models.loading import PerModel
 
-BUDGET = 2.0  # of a drafter that costs time at first, in plain rounds; gains double it at most
-EXPLORATION = 0.01  # share of the time that finding out may take, besides
-SHORT_CONTEXT = 2048  # positions below which contexts are of one class; then one a doubling
+BUDGET = 2.0  # of a drafter that costs time, in plain rounds; gains at most double it
+EXPLORATION = 0.01  # extra share of the time for trying drafters
+SHORT_CONTEXT = 2048  # positions of the first class of contexts; each doubling is a class
 
 
 @dataclass
 class Account:
-    """Budget for trying a drafter, in plain rounds.
+    """Time that a drafter may lose, in plain rounds.
 
-    right: share of drafts lately whose first token was right.
+    Attributes:
+        budget: time left.
+        right: share of recent drafts whose first token was right.
     """
 
     budget: float = BUDGET
     right: float = 0.45
 
     def add(self, amount: float = EXPLORATION) -> None:
-        """Book a gain or a loss; by default a round's share of the time."""
+        """Add a gain or a loss, by default a round's share of the time."""
         self.budget = min(max(-BUDGET, self.budget + amount), 2 * BUDGET)
 
 
@@ -65,7 +67,10 @@ SavedCosts = dict[Annotated[int, Meta(ge=0, le=64)], dict[int, list[Ratio]]]
 class SavedDrafter(Struct, forbid_unknown_fields=True):
     """State of one drafter in a file.
 
-    weights: of `Chances`, of drafted and of unseen tokens. steps: of `Steps`, first and further.
+    Attributes:
+        weights: weights of `Chances`, for drafted tokens and for unseen tokens.
+        steps: measurements of `Steps`, for first and later tokens.
+        budget: budget of `Account`.
     """
 
     weights: tuple[Weights, Weights]
@@ -87,7 +92,14 @@ class SavedTuning(Struct, forbid_unknown_fields=True):
 
 @dataclass
 class Learned:
-    """Learned state of one drafter on one model; `unseen` is of tokens that are not drafted yet."""
+    """Learned state of one drafter on one model.
+
+    Attributes:
+        chances: chances of drafted tokens.
+        unseen: chances of tokens that are not drafted yet.
+        steps: costs of drafting.
+        account: time that the drafter may lose.
+    """
 
     chances: Chances
     unseen: Chances = field(default_factory=lambda: Chances.of("unseen"))
@@ -95,17 +107,15 @@ class Learned:
     account: Account = field(default_factory=Account)
 
     def begin_text(self) -> None:
-        """Decay what was recent: another text begins."""
         self.chances.decay()
         self.unseen.decay()
 
     def saved(self) -> SavedDrafter:
-        """All but the tokens that were written."""
+        """The state to save. The tokens of texts are left out."""
         steps = list(self.steps.first), list(self.steps.further)
         return SavedDrafter((self.chances.weights, self.unseen.weights), steps, self.account.budget)
 
     def restore(self, saved: SavedDrafter) -> None:
-        """Take over what `saved` gave."""
         self.chances.weights, self.unseen.weights = saved.weights
         self.account.budget = saved.budget
         self.steps.first.extend(saved.steps[0])
@@ -127,7 +137,7 @@ class Tuning:
 
     @classmethod
     def for_model(cls, model: nn.Module) -> Tuning:
-        """Nothing learned yet, with a prior for the machine and the kind of model."""
+        """A tuning without measurements, with a prior for the machine and the kind of model."""
         return cls(prior_for(model), has_experts=has_experts(model))
 
     def cost_model(self, context: int = 0, num_texts: int = 1) -> CostModel:
@@ -148,15 +158,18 @@ class Tuning:
                 costs = [
                     (m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)
                 ]
-                # the first passes over several texts are narrow: all of them pay for a wide one
+                # The first passes over several texts are narrow, because all texts pay for a wide
+                # pass.
                 self.costs[kind] = CostModel(Curve(tuple(costs)), 2, 0, self.has_experts)
                 if alike:
+                    # Costs of nearly as many texts at nearly the same depth are the best first
+                    # guess.
                     nearest = min(alike, key=lambda k: (abs(k[0] - num_texts), abs(k[1] - depth)))
                     self.costs[kind].restore(alike[nearest].ratios, alike[nearest].copied)
         return self.costs[kind]
 
     def of(self, key: str, look_up: bool = False) -> Learned:
-        """State of the drafter with a key; goes on learning."""
+        """State of the drafter with a key. The caller keeps learning in it."""
         if key not in self.drafters:
             self.drafters[key] = Learned(Chances.of("look-up" if look_up else "model"))
         return self.drafters[key]
@@ -173,7 +186,7 @@ class Tuning:
 
     @classmethod
     def load(cls, path: Path | str, model: nn.Module | None = None) -> Tuning:
-        """Read what `save` wrote, for a model. ValueError names what is wrong in another file."""
+        """Read a file of `save` for a model. Raises ValueError for any other file."""
         try:
             saved = parse(read_text(path), SavedTuning)
         except ValueError as error:
@@ -190,18 +203,17 @@ class Tuning:
 
 
 def as_lists(samples: Samples) -> dict[int, list[float]]:
-    """The samples as JSON has them."""
     return {rows: list(costs) for rows, costs in samples.items()}
 
 
 tuning_for = PerModel(Tuning.for_model)
-"""The tuning that is kept with a loaded model for as long as the model lives."""
+"""The tuning of a loaded model, which lives as long as the model."""
 
 
 @contextmanager
 def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iterator[None]:
-    """Begin with what earlier commands learned about a model here; keep what this one learns."""
-    if mx.distributed.init().rank() > 0:  # the first one decides for all
+    """Load the saved tuning of a model, and save it again at the end."""
+    if mx.distributed.init().rank() > 0:  # the first rank decides for all ranks
         yield
         return
     path, source = tuning_path(name, adapter), "specdec-mlx: draft_length=auto"
@@ -220,10 +232,11 @@ def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iter
 
 
 def tuning_path(name: str, adapter: str | None = None) -> Path:
-    """File of the tuning of a model: one for each model, adapter, machine, MLX and ranks."""
-    given = [Path(one).expanduser() for one in (name, adapter) if one is not None]
-    parts = [str(path.resolve() if path.exists() else path) for path in given]
+    """File of the tuning of a model and adapter, on this machine and MLX version."""
+    paths = [Path(part).expanduser() for part in (name, adapter) if part is not None]
+    parts = [str(path.resolve() if path.exists() else path) for path in paths]
+    # Costs differ between machines and MLX versions.
     parts += [platform.node(), version("mlx"), str(mx.distributed.init().size())]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-    readable = re.sub(r"[^A-Za-z0-9.]+", "-", given[0].name) or "model"
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", paths[0].name) or "model"
     return cache_root() / "tuning" / f"{readable}-{digest}.json"

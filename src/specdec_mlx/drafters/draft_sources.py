@@ -1,4 +1,4 @@
-"""Drafts that are drawn from logits: a session writes them, a source makes the logits.
+"""Drafts that are drawn from logits. A source makes the logits, and a session draws from them.
 
 Sources are draft models, trained heads, and passes of the target itself.
 """
@@ -27,28 +27,30 @@ from specdec_mlx.drafters.drawing import (
 )
 from specdec_mlx.drafters.tree_drafts import TreeDraws
 
-# of nodes of a tree; None in a chain, each token after the last
+# of new nodes of a tree; None in a chain, where each token follows the last token
 Parents = Sequence[int] | None
 
 
 def check_way_of_writing(drafter: Any) -> None:
-    """Raise ValueError for the options of a drafter that its sessions cannot follow."""
+    """Raise ValueError for wrong values of a drafter's draft_temp or branches."""
     check_draft_temp(drafter.draft_temp)
     check_int("branches", drafter.branches, 1)
 
 
 def way_of_writing(drafter: Any) -> str:
-    """The options that a drafter's sessions follow, for its key."""
+    """The options of a drafter that change its drafts, for its key."""
     branches = f", branches={drafter.branches}" if drafter.branches > 1 else ""
     return f"greedy={drafter.greedy}, draft_temp={drafter.draft_temp}{branches}"
 
 
 class DraftSource(ABC):
-    """Where the logits of a text's drafts come from: it follows the text, and steps beyond it.
+    """Makes the logits of a text's drafts. It follows the text and computes steps beyond its end.
 
-    tokens: the text, at first the prompt without its first `num_unseen` tokens. at_once:
-    `begin_draft` makes the `logits` [n, V] of a whole draft; else `next_logits` makes them token by
-    token.
+    Attributes:
+        tokens: the text, without the first `num_unseen` tokens of the prompt.
+        at_once: `begin_draft` makes the `logits` [n, V] of a whole draft. Otherwise `next_logits`
+            makes them token by token.
+        places: rows in `logits`, of the end of the text and of each node of the draft.
     """
 
     at_once = False
@@ -63,32 +65,33 @@ class DraftSource(ABC):
 
     @abstractmethod
     def begin_draft(self, limit: int) -> int:
-        """Read the text for a draft; returns how long it may be, 0 to `limit`."""
+        """Read the text. Returns the longest possible draft, 0 to `limit`."""
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
-        """Logits [1, V] after the text for None, or [n, V] after n further tokens of the draft.
+        """Logits [1, V] after the text, or [n, V] after n more tokens of the draft.
 
-        By default those that were made at once, whatever the tokens are. parents: of these among
-        all that were given, `ROOT` for the text; None in a chain.
+        Args:
+            tokens: the tokens [n], or None for the first step.
+            parents: their parents among all earlier tokens of the draft, `ROOT` for the end of the
+                text. None in a chain.
         """
         return self.logits[mx.array(places_after(self.places, tokens, parents))]
 
     def end_draft(self) -> None:  # noqa: B027  # most hold nothing
-        """Release what was held for the draft; by default nothing is."""
+        """Release the state of the draft. By default there is none."""
 
     def hold_draft(self, num_tokens: int) -> None:  # noqa: B027  # optional
-        """Count so many tokens of a shared draft as read; by default none is."""
+        """Count the first tokens of a shared draft as read. By default nothing is counted."""
 
     @property
     def takes_trees(self) -> bool:
-        """True if its drafts may fork; by default they may."""
+        """True if drafts may fork, as by default."""
         return True
 
     def see(self, features: FeatureRows) -> None:  # noqa: B027  # optional
-        """Take the target's rows, as `Session.see`; by default they are dropped."""
+        """Take the target's rows (see `Session.see`). By default they are dropped."""
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Add the tokens emitted to the text."""
         self.tokens += tokens
 
     def close(self, length: int) -> None:
@@ -98,9 +101,15 @@ class DraftSource(ABC):
 
 
 class WritingSession(Session):
-    """A session that draws its drafts from a source's logits: chains, which may stop, or trees.
+    """A session that draws chains or trees from the logits of a source.
 
-    drafter: its options are used.
+    Attributes:
+        source: the source of the logits.
+        sampling: the way drafts are drawn.
+        branches: most tokens at one position.
+        chances: chances of tokens in trees, which learn.
+        tree: the tree that is being verified, or None.
+        pace: times of the steps of `propose_while`.
     """
 
     def __init__(self, drafter: Any, source: DraftSource) -> None:
@@ -108,17 +117,15 @@ class WritingSession(Session):
         self.sampling = sampling_of_drafts(drafter, source.context.sampling)
         self.branches: int = drafter.branches
         self.chances = Chances.of("model")
-        # the draft that is being verified, if it forked
         self.tree: TreeDraws | None = None
         self.pace = Pace()
 
     @property
     def forks(self) -> bool:
-        """True if trees were asked for, and its source takes them."""
         return self.branches > 1 and self.source.takes_trees
 
     def propose(self, limit: int) -> Draft:
-        """`limit` tokens as one lazy graph, or a tree of as many; fewer where it has no more."""
+        """A chain or a tree of `limit` tokens, or fewer if the source has no more."""
         source = self.source
         length = source.begin_draft(limit)
         if length and self.forks:
@@ -133,7 +140,6 @@ class WritingSession(Session):
         return draft
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Up to `limit` tokens, as long as they are worth it; see `draft_while`, `truncate`."""
         source = self.source
         length = source.begin_draft(limit)
         if source.at_once:
@@ -144,45 +150,40 @@ class WritingSession(Session):
         return draft
 
     def draws(self, at_once: int = DRAWN_AT_ONCE) -> ChainDraws:
-        """An empty draft after the text; `at_once` tokens share an operation for their noise."""
+        """An empty draft. The noise of `at_once` tokens is drawn in one operation."""
         source = self.source
         return ChainDraws(source.context, self.sampling, source.tokens, source.num_prompt, at_once)
 
     def drawn(self, length: int) -> ChainDraws:
-        """All tokens of a draft whose logits were made at once."""
         draws = self.draws(length)
         return draw_rows(draws, self.source.logits) if length else draws
 
     @property
     def reads_target(self) -> bool:
-        """True if its source does."""
+        # A source that does not override `see` drops the rows, and then nothing needs to be
+        # captured.
         return type(self.source).see is not DraftSource.see
 
     def see(self, features: FeatureRows) -> None:
-        """Hand the rows of further positions to the source."""
         self.source.see(features)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Add the tokens emitted to the text, and learn from them if the draft forked."""
         if self.tree is not None:
             self.tree.learn(tokens)
             self.tree = None
         self.source.observe(tokens)
 
     def close(self, length: int) -> None:
-        """End the generation after the first `length` tokens."""
         self.source.close(length)
 
 
 def places_after(known: list[int], tokens: mx.array | None, parents: Parents) -> list[int]:
-    """Places [n] in a draft of what follows the text, or n further nodes.
-
-    known: [0], for the text's end, to which those of the nodes are added. See
-    `DraftSource.next_logits`.
-    """
+    """Rows [n] in `DraftSource.logits` after n more nodes, which are added to `known`."""
     if tokens is None:
         return [0]
+    # `known` begins with the end of the text, so node i is entry i + 1, and ROOT is entry 0.
     above = [len(known) - 1] if parents is None else [parent + 1 for parent in parents]
+    # A block's row k is for every token at depth k, whatever the tokens before it are.
     places = [known[node] + 1 for node in above]
     known += places
     return places

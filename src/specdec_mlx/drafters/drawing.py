@@ -1,6 +1,6 @@
-"""Drafts that are drawn token by token, from logits, under the target's sampling.
+"""Drafts that are drawn token by token from logits, under the target's sampling.
 
-Draft models and trained heads differ in where the next logits come from, a *step*.
+A *step* gives the next logits. Draft models and trained heads have different steps.
 """
 
 from __future__ import annotations
@@ -19,19 +19,27 @@ from specdec_mlx.sampling import MOST_NUMBERS, TEMPS, Sampling, is_temp
 from specdec_mlx.token_ids import to_ids
 
 NextLogits = Callable[[mx.array | None], mx.array]
-"""A step: logits [1, V] of the token after the one given, [1]; after the text for None."""
+"""A step: logits [1, V] after a token [1], or after the text for None."""
 
 DRAWN_AT_ONCE = 4
-"""Tokens of a draft whose noise is drawn together, where the draft's length is not known yet."""
+"""Tokens whose noise is drawn together if the length of the draft is unknown."""
 
-GOES_ON = 0.75  # chance that a draft goes on after its first token: as in a draft of four tokens
+GOES_ON = 0.75  # chance that a draft goes on after its first token, as in a draft of 4 tokens
 
 
 class ChainDraws:
-    """A chain in the making: tokens, and the distributions that they were drawn from.
+    """The drawn tokens of a chain, and the distributions that they were drawn from.
 
-    sampling: of drafts; greedy makes a point mass. text: [n] prompt of `num_prompt` tokens, and
-    tokens emitted. at_once: tokens whose noise is drawn together. one_by_one: for processors.
+    Args:
+        context: context of the generation.
+        sampling: the way drafts are drawn. Greedy sampling makes a deterministic draft.
+        text: prompt of `num_prompt` tokens and emitted tokens [n].
+        num_prompt: tokens of the prompt.
+        at_once: tokens whose noise is drawn together.
+
+    Attributes:
+        is_drawn: tokens are drawn at random.
+        one_by_one: tokens must be drawn one by one, because there are logits processors.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class ChainDraws:
         self._sampling = sampling
         self._seen = to_ids(text) if self.one_by_one else None
         self._start = len(text) - num_prompt
+        # MOST_NUMBERS bounds the memory of the noise.
         self._at_once = max(1, min(at_once, MOST_NUMBERS // (context.vocab_size or 1)))
         self._noise: mx.array | None = None
         self._tokens: list[mx.array] = []
@@ -55,13 +64,12 @@ class ChainDraws:
         self._num_drawn = 0
 
     def __len__(self) -> int:
-        """Number of tokens drawn."""
         return self._num_drawn
 
     def draw(self, logits: mx.array) -> mx.array:
-        """The next token [1], from logits [1, V]; its distribution is kept as it was drawn from.
+        """Draw n tokens from logits [n, V], and keep the distributions that they were drawn from.
 
-        Where they need not be drawn one by one, n tokens from as many rows.
+        n is 1 if tokens must be drawn one by one.
         """
         num_rows = logits.shape[0]
         logits = match_vocab(logits, self._context.vocab_size)
@@ -70,6 +78,7 @@ class ChainDraws:
         rows = noisy = logits
         if self.is_drawn:
             rows = self._sampling.log_distribution(logits)
+            # Gumbel-max: argmax(log q + noise) is a draw from q.
             noisy = rows + self._gumbels(num_rows)
         token = mx.argmax(noisy, axis=-1).astype(mx.uint32)
         self._rows.append(rows)
@@ -80,13 +89,13 @@ class ChainDraws:
         return token
 
     def log_confidences(self, *, latest: bool = False) -> mx.array:
-        """Log of the largest probability at each token, at least one; or of the latest draw."""
+        """Log of the largest probability at each token, or at the latest draw only."""
         rows = self._rows[-1] if latest else _first(self._rows, len(self))
         likeliest = mx.max(rows, axis=-1)
+        # Rows of a greedy draft are logits, so they are normalised here.
         return likeliest if self.is_drawn else likeliest - mx.logsumexp(rows, axis=-1)
 
     def draft(self, length: int | None = None) -> Draft:
-        """The first `length` tokens of what was drawn; None for all of it."""
         length = len(self) if length is None else length
         if length == 0:
             return Draft()
@@ -104,13 +113,13 @@ class ChainDraws:
 
 
 def _first(parts: Sequence[mx.array], length: int) -> mx.array:
-    """The first rows of parts, each of one row or more, as one array."""
-    # of one part, or all, this is no copy
+    """The first rows of some arrays, as one array. Each array has at least one row."""
+    # MLX does not copy a single array, or a slice of everything.
     return mx.concatenate(list(parts[:length]))[:length]
 
 
 def draft_to(length: int, draws: ChainDraws, step: NextLogits) -> Draft:
-    """`length` tokens, as one lazy graph: no synchronisation between them."""
+    """Draw `length` tokens as one lazy graph, without synchronisation."""
     token = None
     for _ in range(length):
         token = draws.draw(step(token))
@@ -119,7 +128,6 @@ def draft_to(length: int, draws: ChainDraws, step: NextLogits) -> Draft:
 
 
 def draw_rows(draws: ChainDraws, logits: mx.array) -> ChainDraws:
-    """Add to `draws` a token from each of the rows [n, V] of one pass."""
     for rows in mx.split(logits, len(logits)) if draws.one_by_one else [logits]:
         draws.draw(rows)
     return draws
@@ -127,43 +135,40 @@ def draw_rows(draws: ChainDraws, logits: mx.array) -> ChainDraws:
 
 @dataclass
 class Pace:
-    """Host time to build a step, and time to wait for it, in seconds.
+    """Times of a draft's steps in seconds.
 
-    Building the next step while the evidence of one is awaited saves that wait where the draft goes
-    on, and costs a step where it does not.
+    Attributes:
+        build: host time to build a step.
+        wait: time to wait for a step, or None before it was measured.
     """
 
     build: float = 0.0
     wait: float | None = None
 
     def overlaps(self, latest: float | None) -> bool:
-        """True if launching the next step before reading this one's evidence saves time.
+        """True if the next step should be launched before the evidence of this step is read.
 
-        latest: largest probability at the position before it; None for a draft's first.
+        `latest` is the largest probability at the position before, None for the first position.
         """
         if self.wait is None:
             return False
         chance = GOES_ON if latest is None else latest
+        # Expected gain if the draft goes on, and loss of a whole step if it ends.
         return chance * min(self.build, self.wait) > (1 - chance) * (self.build + self.wait)
 
 
 def _mix(average: float, sample: float) -> float:
-    """Moving average; the first sample is taken as it is."""
     return 0.9 * average + 0.1 * sample if average else sample
 
 
 def draft_while(
     length: int, draws: ChainDraws, step: NextLogits, goes_on: GoesOn, pace: Pace
 ) -> Draft:
-    """Up to `length` tokens, as long as they are worth it; one small number is read for each.
-
-    A step under way is dropped unread if it was one too many: its draw was not seen.
-    """
     return worth_it(draws, _confidences_of_steps(length, draws, step, pace), goes_on)
 
 
 def truncate(draws: ChainDraws, goes_on: GoesOn) -> Draft:
-    """As much of a draft that came at once as is worth verifying, by confidences, not draws."""
+    """The part of a finished draft that is worth verifying, by confidences and not by draws."""
     logs: Any = draws.log_confidences().tolist() if len(draws) else ()
     return worth_it(draws, map(math.exp, logs), goes_on)
 
@@ -171,10 +176,12 @@ def truncate(draws: ChainDraws, goes_on: GoesOn) -> Draft:
 def _confidences_of_steps(
     length: int, draws: ChainDraws, step: NextLogits, pace: Pace
 ) -> Iterator[float]:
-    """Draw token after token when asked; the largest probability at each."""
+    """Draw token after token on demand, and yield the largest probability at each."""
     logs: list[mx.array] = []
     token, latest = None, None
     for place in range(length):
+        # A step too many is dropped unread. Its token was not seen, so the law of the draft is
+        # unchanged.
         ahead = 2 if pace.overlaps(latest) else 1
         while len(draws) < min(place + ahead, length):
             began = perf_counter()
@@ -184,13 +191,14 @@ def _confidences_of_steps(
             pace.build = _mix(pace.build, perf_counter() - began)
         began = perf_counter()
         latest = math.exp(logs[place].item())  # type: ignore[arg-type]
-        if len(draws) == place + 1:  # it was waited for alone
+        # Only then was the wait for this step alone.
+        if len(draws) == place + 1:
             pace.wait = _mix(pace.wait or 0.0, perf_counter() - began)
         yield latest
 
 
 def worth_it(draws: ChainDraws, confidences: Iterable[float], goes_on: GoesOn) -> Draft:
-    """The draft up to where `goes_on`, asked with the confidences so far, ends it."""
+    """The draft up to the token at which `goes_on` ends it, given the confidences so far."""
     evidence: list[Evidence] = []
     decision = Step.GO_ON
     for confidence in confidences:
@@ -198,12 +206,13 @@ def worth_it(draws: ChainDraws, confidences: Iterable[float], goes_on: GoesOn) -
         decision = goes_on(evidence)
         if decision is not Step.GO_ON:
             break
+    # The decision sees confidences, never tokens, so no drawn token is dropped for its value.
     length = len(evidence) - (decision is Step.STOP_BEFORE)
     return replace(draws.draft(length), evidence=evidence[:length])
 
 
 def match_vocab(logits: mx.array, vocab_size: int | None) -> mx.array:
-    """Logits [S, V] of another padding: foreign ids cut off, ids of the target alone -inf."""
+    """Logits [S, V] of the target's ids. Ids that the draft model lacks get -inf."""
     width = logits.shape[-1]
     if vocab_size is None or width == vocab_size:
         return logits
@@ -213,13 +222,12 @@ def match_vocab(logits: mx.array, vocab_size: int | None) -> mx.array:
 
 
 def check_draft_temp(draft_temp: float | None) -> None:
-    """Raise ValueError for a temperature of drafts that is none."""
     if draft_temp is not None and not is_temp(draft_temp):
         raise argument_error("draft_temp", draft_temp, f"{TEMPS}, or None")
 
 
 def sampling_of_drafts(drafter: Any, target: Sampling | None) -> Sampling:
-    """How to draw for a target, None for an opaque sampler: its filters, at `draft_temp`."""
+    """The way to draw drafts for a target's sampling. None stands for an opaque sampler."""
     draft_temp = drafter.draft_temp
     if drafter.greedy or target is None or target.greedy:
         return Sampling()

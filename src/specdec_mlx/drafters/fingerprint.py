@@ -18,8 +18,8 @@ NUM_SAMPLES = 4  # values read of each parameter: enough to tell fine-tuned mode
 def fingerprint(model: nn.Module) -> str:
     """Digest of a model's class, and of its parameters' names, shapes, types and a few values.
 
-    Computed once for each loaded model; the same in every process. Models that differ in little may
-    share one: for what costs speed alone, such as what was learned.
+    The digest is the same in every process. Similar models may have the same digest, so it is only
+    for uses where a mistake costs speed, such as learned costs.
     """
     parameters = sorted(tree_flatten(model.parameters()))
     digest = hashlib.sha256(type(model).__module__.encode())
@@ -32,7 +32,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _sample(array: mx.array) -> mx.array:
-    """Values [n] in float32 from places spread over a parameter; lazy."""
+    """Lazy values [n] in float32 from positions spread over a parameter."""
     array = array if array.ndim else array[None]
     places = np.linspace(0, array.size - 1, min(NUM_SAMPLES, array.size)).astype(np.int64)
     indices = np.unravel_index(places, array.shape)

@@ -1,4 +1,4 @@
-"""Several drafters as one: asked in order, or in competition."""
+"""Several drafters as one drafter. They are asked in order, or they compete."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from specdec_mlx.duck_typed import as_drafter, begin_session
 
 
 class Several(Drafter):
-    """A drafter made of `drafters`, each of which may refuse the target."""
+    """A drafter that combines `drafters`."""
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> Any:
-        """This drafter, made of changed ones; itself where they cannot be changed."""
+        """This combination with changed drafters, or itself if its drafters cannot be changed."""
         return self
 
     def check(self, context: DraftContext) -> None:
-        """Let each of them refuse the target; ValueError if two would fill the same caches."""
-        num_keepers = sum(one.keeps_draft_cache(context) for one in self.drafters)
+        """Check each drafter. Raises ValueError if two drafters would fill the same caches."""
+        num_keepers = sum(drafter.keeps_draft_cache(context) for drafter in self.drafters)
         if context.draft_cache is not None and num_keepers > 1:
             raise ValueError(
                 f"prompt_cache holds {len(context.draft_cache)} caches behind the target's, for "
@@ -31,12 +31,11 @@ class Several(Drafter):
             drafter.check(context)
 
     def keeps_draft_cache(self, context: DraftContext) -> bool:
-        """True if one of them does."""
-        return any(one.keeps_draft_cache(context) for one in self.drafters)
+        return any(drafter.keeps_draft_cache(context) for drafter in self.drafters)
 
 
 def context_for(drafter: Drafter, context: DraftContext) -> DraftContext:
-    """The context of a part of a combination: draft caches are for the part that keeps them."""
+    """The context for one drafter. Only a drafter that keeps draft caches gets them."""
     if context.draft_cache is None or drafter.keeps_draft_cache(context):
         return context
     return replace(context, draft_cache=None)
@@ -45,47 +44,46 @@ def context_for(drafter: Drafter, context: DraftContext) -> DraftContext:
 class CombinedSession(Session):
     """One generation of several drafters.
 
-    asked: the sessions to ask for drafts, in groups, each with its drafter's key.
+    Attributes:
+        sessions: the sessions of the drafters.
+        session_groups: the sessions to ask for drafts, in groups. Each has its drafter's key.
+        cheap: all of these are free to ask.
     """
 
     def __init__(self, keyed: Sequence[tuple[str, Session]]) -> None:
-        """keyed: sessions, each with its drafter's key."""
         self.sessions = [session for _, session in keyed]
-        self.asked = [list(group) for key, session in keyed for group in session.groups(key)]
-        self.cheap = all(session.cheap for group in self.asked for _, session in group)
+        self.session_groups = [
+            list(group) for key, session in keyed for group in session.groups(key)
+        ]
+        self.cheap = all(session.cheap for group in self.session_groups for _, session in group)
         self._parts = [part for key, session in keyed for part in session.parts(key)]
 
     def parts(self, key: str) -> Sequence[tuple[str, Session]]:
-        """The parts of all of them."""
         return self._parts
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Tell all of them."""
         for session in self.sessions:
             session.observe(tokens)
 
     def close(self, length: int) -> None:
-        """Close all of them."""
         for session in self.sessions:
             session.close(length)
 
 
 class GroupedSession(CombinedSession):
-    """One generation of several drafters, which are asked in its place."""
+    """One generation of several drafters in groups. In one group they compete."""
 
     def __init__(self, keyed: Sequence[tuple[str, Session]], *, in_one_group: bool = False) -> None:
-        """in_one_group: they compete."""
         super().__init__(keyed)
         if in_one_group:
-            self.asked = [[*chain.from_iterable(self.asked)]]
+            self.session_groups = [[*chain.from_iterable(self.session_groups)]]
 
     def groups(self, key: str) -> Sequence[Sequence[tuple[str, Session]]]:
-        """The groups of all of them, in order, or one group."""
-        return self.asked
+        return self.session_groups
 
     def propose(self, limit: int) -> Draft:
         """The longest match in the first group that has a draft."""
-        for group in self.asked:
+        for group in self.session_groups:
             drafts = [draft for _, part in group if len(draft := part.propose(limit))]
             if drafts:
                 return max(drafts, key=lambda draft: draft.match)
@@ -94,7 +92,7 @@ class GroupedSession(CombinedSession):
 
 @dataclass(frozen=True)
 class FirstOf(Several):
-    """The draft of the first drafter that has one; each is asked only if those before had none."""
+    """The draft of the first drafter that has a draft. Later drafters are not asked."""
 
     drafters: tuple[Drafter, ...]
     compete: ClassVar[bool] = False
@@ -103,23 +101,21 @@ class FirstOf(Several):
         if not drafters:
             name = type(self).__name__
             raise ValueError(f"{name}() has nothing to try. Give at least one drafter.")
+        # The dataclass is frozen.
         object.__setattr__(self, "drafters", tuple(map(as_drafter, drafters)))
 
     @property
     def key(self) -> str:
-        """The keys of its parts, in order."""
-        return f"{type(self).__name__}({', '.join(one.key for one in self.drafters)})"
+        return f"{type(self).__name__}({', '.join(drafter.key for drafter in self.drafters)})"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Begin with each of them."""
         keyed = [
-            (one.key, begin_session(one, list(prompt), context_for(one, context)))
-            for one in self.drafters
+            (drafter.key, begin_session(drafter, list(prompt), context_for(drafter, context)))
+            for drafter in self.drafters
         ]
         return GroupedSession(keyed, in_one_group=self.compete)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
-        """This combination, of changed drafters."""
         return type(self)(*map(change, self.drafters))
 
 

@@ -1,6 +1,6 @@
-"""Structured output: a logits processor that keeps to a grammar, and a drafter of what it forces.
+"""Structured output: a logits processor that enforces a grammar, and a drafter of forced tokens.
 
-Where a grammar leaves one token to choose, it is drafted for free, and always accepted.
+Where a grammar allows only one token, the token is drafted for free and always accepted.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "regex", "lark"]
 
 JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""How JSON is written: on one line, like `json.dumps`, so that all of its structure is forced."""
+"""JSON is written on one line, as by `json.dumps`, so that its structure is forced."""
 
-FORCED = 64  # evidence for a forced token: as much as for the longest match of a look-up
+FORCED = 64  # evidence for a forced token, as for the longest match of prompt lookup
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """The texts that may be generated; needs the extra `grammar` (llguidance).
+    """The texts that may be generated. Needs the extra `grammar` (llguidance).
 
-    kind, text: a JSON schema, a regular expression, or a grammar in Lark's notation; GrammarError
-    for a text that is none of its kind.
+    Attributes:
+        kind: "json_schema", "regex" or "lark".
+        text: a JSON schema, a regular expression, or a grammar in Lark's notation. Raises
+            GrammarError for a text that is not of this kind.
     """
 
     kind: Kind
@@ -59,12 +61,12 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that fits a schema, which is given as JSON or as what `json.loads` makes of it."""
+        """JSON that fits a schema. The schema is JSON or the object that `json.loads` returns."""
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that a regular expression matches as a whole."""
+        """Text that a regular expression matches from beginning to end."""
         return cls("regex", pattern)
 
     @classmethod
@@ -74,7 +76,7 @@ class Grammar:
 
     @cached_property
     def compiled(self) -> str:
-        """In llguidance's own notation."""
+        """The grammar in llguidance's notation."""
         convert = getattr(_llguidance().LLMatcher, f"grammar_from_{self.kind}")
         style = {"overrides": JSON_STYLE} if self.kind == "json_schema" else {}
         try:
@@ -83,11 +85,12 @@ class Grammar:
             raise GrammarError(f"This is no {self.kind} that can be followed: {error}") from error
 
     def begin(self, tokenizer: LLTokenizer) -> LLMatcher:
-        """A matcher before the first token; compiled when it is first asked for."""
+        """A matcher before the first token. The first call compiles the grammar."""
         known = _begun.get(self)
         if known is None or known[0] is not tokenizer:
             new = _llguidance().LLMatcher(tokenizer, self.compiled, log_level=0)
             known = _begun[self] = tokenizer, new
+        # A copy shares the compiled grammar and has its own position.
         return known[1].deep_copy()
 
 
@@ -95,13 +98,19 @@ _begun: WeakKeyDictionary[Grammar, tuple[LLTokenizer, LLMatcher]] = WeakKeyDicti
 
 
 class GrammarProcessor:
-    """Logits processor that allows only tokens with which the text keeps to a grammar.
+    """Logits processor that allows only tokens that a grammar allows.
 
-    Once the text is complete and cannot go on, only the end token is allowed. It follows whatever
-    tokens it is shown, backwards too, so that calls for rejected rows do no harm. start: tokens
-    before the text; None for those of the first call, so make one for each generation. thought: the
-    marks of a thought that may stand before the text; the grammar begins after the thought. Raises
-    GrammarError for a grammar that outgrew the matcher's limits.
+    Once the text is complete and cannot go on, only the end token is allowed. The processor follows
+    the tokens of each call, backwards too, so calls for rejected rows do no harm.
+
+    Args:
+        grammar: the grammar.
+        tokenizer: the target's tokenizer. Compiling a large tokenizer takes seconds the first time.
+        start: number of tokens before the text. None takes the number in the first call, so make a
+            processor for each generation.
+        thought: the marks of a thought that may come before the text. The grammar begins after it.
+
+    Raises GrammarError for a grammar that outgrows the matcher's limits.
     """
 
     pure = True
@@ -113,14 +122,12 @@ class GrammarProcessor:
         start: int | None = None,
         thought: Thought | None = None,
     ) -> None:
-        """Compile the grammar for the tokenizer; seconds for the first one of a large tokenizer."""
         self.grammar = grammar
         self.tokenizer = compiled_tokenizer(tokenizer)
         self.start, self.thought = start, thought
         self.place = self.beginning()
 
     def beginning(self) -> GrammarPosition:
-        """A new place before the first token of the text."""
         place = GrammarPosition(self.grammar.begin(self.tokenizer), self.thought)
         place.go_to([])
         return place
@@ -130,7 +137,7 @@ class GrammarProcessor:
         if self.start is None:
             self.start = tokens.shape[0]
         if not self.place.go_to(to_list(tokens[self.start :])):
-            return logits  # after a draft token that is rejected anyway
+            return logits  # after a draft token that will be rejected
         return mx.where(self.place.allowed(logits.shape[-1]), logits, -mx.inf)
 
 
@@ -138,7 +145,8 @@ class GrammarProcessor:
 class GrammarDrafter(Drafter):
     """Drafts the tokens that a `GrammarProcessor` of the generation forces.
 
-    Elsewhere it has no draft: `FirstOf(GrammarDrafter(), PromptLookupDrafter())`.
+    Where nothing is forced there is no draft. Combine it with another drafter:
+    `FirstOf(GrammarDrafter(), PromptLookupDrafter())`.
     """
 
     def check(self, context: DraftContext) -> None:
@@ -146,9 +154,8 @@ class GrammarDrafter(Drafter):
         self._processor(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
-        """Start where the processor starts."""
         processor = self._processor(context)
-        # a start that is known says that the text has begun elsewhere
+        # A known start means that the text began before this prompt ended.
         start = len(prompt) if processor.start is None else processor.start
         return LookUpSession(GrammarIndex(processor.beginning(), prompt[start:]))
 
@@ -163,40 +170,41 @@ class GrammarDrafter(Drafter):
 
 
 def with_forced(drafter: Drafter | None, processors: Sequence[LogitsProcessor]) -> Drafter | None:
-    """The drafter, asked after those of what grammars among a generation's processors force."""
+    """The drafter, after a `GrammarDrafter` if one of the processors has a grammar."""
     if drafter is None:
         return None
-    own = any(isinstance(one, GrammarDrafter) for one in all_drafters(drafter))
-    if own or not any(isinstance(one, GrammarProcessor) for one in processors):
+    is_there = any(isinstance(one, GrammarDrafter) for one in all_drafters(drafter))
+    if is_there or not any(isinstance(one, GrammarProcessor) for one in processors):
         return drafter
     return FirstOf(GrammarDrafter(), drafter)
 
 
 class GrammarIndex(TextIndex):
-    """A text and its place in the grammar, which is moved when a draft is asked for."""
+    """A text and its position in the grammar, which moves when a draft is asked for."""
 
     def __init__(self, place: GrammarPosition, text: Sequence[int]) -> None:
         self.place, self.text = place, list(text)
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """Forced tokens, up to `limit`; none after a token that is not allowed."""
+        """At most `limit` forced tokens. No draft after a token that is not allowed."""
         may_force = limit > 0 and self.place.go_to([*self.text, *more])
         tokens = self.place.forced()[:limit] if may_force else []
         return Draft(tokens, evidence=(FORCED,) * len(tokens))
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Write the text on."""
         self.text += tokens
 
 
 @dataclass
 class GrammarPosition:
-    """A place in a grammar: a matcher after `path`, the longest part of a text that is allowed.
+    """A position in a grammar.
 
     Attributes:
-        thought: the marks of the thought before the text of the grammar; None for no thought.
+        matcher: the matcher of the grammar, after `path`.
+        thought: the marks of the thought before the text, or None.
+        path: the longest beginning of the text that is allowed.
         is_thinking: the thought is not closed yet, and the grammar has not begun.
-        opening: the token with which the thought may begin here, or must go on; empty for none.
+        opening: the token that must continue a thought's opening or may begin it, or empty.
     """
 
     matcher: LLMatcher
@@ -206,7 +214,7 @@ class GrammarPosition:
     opening: Sequence[int] = ()
 
     def go_to(self, text: Sequence[int]) -> bool:
-        """Go to the end of `text`; True if the grammar allows all of it, an end token included."""
+        """Go to the end of `text`. Returns True if the grammar allows all of it."""
         if self.thought is not None:
             start = self.thought.answer_start(text)
             self.is_thinking, place = start is None, len(text)
@@ -214,6 +222,7 @@ class GrammarPosition:
             self.opening = self.thought.opens[place : place + 1] if may_open else ()
             text = () if start is None else text[start:]
         pairs = enumerate(zip(self.path, text, strict=False))
+        # After a rejection the text may have changed before the end of the path.
         shared = next((i for i, (a, b) in pairs if a != b), min(len(self.path), len(text)))
         self.matcher.rollback(len(self.path) - shared)
         taken = self.matcher.try_consume_tokens(list(text[shared:]))
@@ -222,23 +231,24 @@ class GrammarPosition:
         return len(self.path) == len(text) or self.matcher.is_stopped()
 
     def allowed(self, vocab_size: int) -> mx.array:
-        """[V] booleans, true for tokens that may follow."""
+        """Booleans [V], true for tokens that may follow."""
         if self.thought is not None and self.is_thinking:
             flags = np.full(vocab_size, not self.opening)
-            flags[list(self.thought.ends)] = False
+            flags[list(self.thought.eos_ids)] = False
         else:
             flags = self._flags()[:vocab_size].astype(bool)
+            # Padded ids of the model are never allowed.
             flags = np.pad(flags, (0, vocab_size - len(flags)))
         flags[list(self.opening)] = True
         return mx.array(flags)
 
     def forced(self) -> list[int]:
-        """The tokens that must follow, the end token included; none where a thought may stand."""
+        """The tokens that must follow, with an end token. Empty where a thought may begin."""
         if self.is_thinking or self.opening:
             return []
         tokens = list(self.matcher.compute_ff_tokens())
         taken = self.matcher.try_consume_tokens(tokens)
-        if self.matcher.is_stopped():  # the only token that is allowed then is the end
+        if self.matcher.is_stopped():  # only an end token is allowed then
             tokens.append(int(np.flatnonzero(self._flags())[0]))
         self.matcher.rollback(taken)
         self._check()
@@ -256,18 +266,18 @@ class GrammarPosition:
 
 @PerModel
 def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
-    """A tokenizer in llguidance's form, made once; GrammarError for one that has no fast form."""
+    """A tokenizer in llguidance's form. Raises GrammarError for tokenizers without a fast form."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     fast = unwrapped(tokenizer)
     _llguidance()
     from llguidance.hf import from_tokenizer
 
-    ends = sorted(tokenizer.eos_token_ids)
+    eos_ids = sorted(tokenizer.eos_token_ids)
     try:
         try:
-            return from_tokenizer(fast, eos_token=ends)
-        except TypeError:  # older ones take one end token, as guidance's pin does
+            return from_tokenizer(fast, eos_token=eos_ids)
+        except TypeError:  # versions that guidance pins take one end token
             return from_tokenizer(fast, eos_token=fast.eos_token_id)
     except ValueError as error:
         raise GrammarError(f"{type(fast).__name__} cannot be used here: {error}") from error

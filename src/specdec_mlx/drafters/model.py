@@ -44,7 +44,7 @@ from specdec_mlx.trees.tree_pass import TreeLayout, next_level, takes_trees, tre
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
 TOKENIZERS = ("any", "same")
-"""What may be said about the tokenizer of a draft model."""
+"""Values of `ModelDrafter.tokenizers`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +52,16 @@ class ModelDrafter(Drafter):
     """Draft with any mlx-lm model.
 
     Args:
-        model: the draft model; may equal the target.
-        tokenizer: its tokenizer, None for the target's; compared with the target's by content.
-        greedy: propose the model's argmax, a point mass, whatever the target's sampling.
-        draft_temp: temperature of the drafts, None for the target's own, 0 for greedy.
-        tokenizers: what to do if they differ. "any" carries drafts over as text, "same" raises
+        model: the draft model. It may be the target.
+        tokenizer: its tokenizer, None for the target's. Their contents are compared.
+        greedy: always propose the model's argmax, a deterministic draft.
+        draft_temp: temperature of the drafts, None for the target's temperature, 0 for greedy.
+        tokenizers: "any" carries drafts over as text if the tokenizers differ. "same" raises
             TokenizerMismatchError with the first difference.
-        branches: most tokens at a place. More than one gives trees, if the model has the target's
-            tokenizer (see `drafters.tree_drafts`).
-        on_every_rank: each machine of a target that is spread over several runs the draft model; by
-            default the first does, and sends its distributions.
+        branches: most tokens at one position. With more than 1, drafts are trees if the model has
+            the target's tokenizer (see `drafters.tree_drafts`).
+        on_every_rank: each machine of a target that is spread over several machines runs the draft
+            model. By default the first machine runs it and sends its distributions.
 
     Tokens are drawn from the model's logits under the target's processors, temperature and filters
     (Leviathan et al. 2023, section 2.2). Greedy targets and opaque samplers get the argmax.
@@ -86,17 +86,16 @@ class ModelDrafter(Drafter):
 
     @property
     def key(self) -> str:
-        """The model by its content, and how it drafts."""
+        """Digest of the model, and its options."""
         return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)})"
 
     def models(self) -> Sequence[nn.Module]:
-        """The draft model."""
         return [self.model]
 
     def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError for a target with a tokenizer that is not taken.
+        """Raise TokenizerMismatchError for a target whose tokenizer cannot be used.
 
-        ValueError for caches of another model in `context.draft_cache`.
+        Raise ValueError for another model's caches in `context.draft_cache`.
         """
         if (shared := self.shared_with(context)) is not None:
             log_foreign(shared)
@@ -104,11 +103,10 @@ class ModelDrafter(Drafter):
             check_caches_fit(self.model, context.draft_cache)
 
     def keeps_draft_cache(self, context: DraftContext) -> bool:
-        """True for a model with the target's tokenizer."""
         return self.shared_with(context) is None
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
-        """The model's link to a target with another tokenizer, or None if the tokenizers agree."""
+        """The tokens shared with a target that has another tokenizer, else None."""
         if self.tokenizer is None or context.tokenizer is None:
             return None
         if self.tokenizers == "same":
@@ -117,24 +115,30 @@ class ModelDrafter(Drafter):
         return shared_between(context.tokenizer, self.tokenizer)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Start a generation; the draft model reads the prompt with its first proposal."""
+        """Start a generation. The draft model reads the prompt before its first draft."""
         shared = self.shared_with(context)
         if shared is not None:
+            # Drafts in other tokens are deterministic, so they come from a session of their own.
             return Retokenized(self.model, shared, list(prompt), context)
         if context.shared_drafts is not None:
             return context.shared_drafts(self, prompt, context)
         return WritingSession(self, self.source(prompt, context))
 
     def source(self, prompt: Sequence[int], context: DraftContext) -> DraftSource:
-        """The model's side of a generation."""
+        """The source of a generation's logits."""
         return ModelSource(self, prompt, context)
 
     def fill(self, source: ModelReader) -> None:
-        """Fill its caches with what need not be read, before the text is; by default nothing."""
+        """Fill the caches where that needs no reading. By default nothing is filled."""
 
 
 class ModelReader(DraftSource):
-    """A model that reads the text into caches of its own, which are rewound after each verdict."""
+    """A model that reads the text into its own caches, which are rewound after each verdict.
+
+    Attributes:
+        callers_cache: caches that the caller keeps, or None.
+        rollback: the caches, and the number of tokens that they hold.
+    """
 
     def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(prompt, context)
@@ -147,41 +151,44 @@ class ModelReader(DraftSource):
 
     @property
     def is_lent(self) -> bool:
-        """True if the caches are the target's, which the loop keeps in step with the text."""
+        """True if the caches are the target's, which the loop rewinds."""
         lent = self.context.target_caches
         return lent is not None and lent.rollback is self.rollback
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Keep the accepted part of the last proposal in the caches."""
         if not self.is_lent:
+            # The last emitted token is the rule's own, so the draft model has not read it.
             self.rollback.rewind_to(len(self.tokens) + len(tokens) - 1)
         super().observe(tokens)
 
     def catch_up(self) -> None:
-        """Feed the text, in chunks, but for its last tokens, which a draft's first pass feeds."""
+        """Read the text except its last tokens, which a draft's first pass reads."""
         self.drafter.fill(self)
         trims = self.drafter.branches > 1 or can_trim_prompt_cache(self.rollback.caches)
         most = MOST_PENDING if trims else 2
         self.read_to(len(self.tokens) - 1, most - 1)
 
     def read_to(self, end: int, leave: int = 0) -> None:
-        """Feed the text up to `end`, in chunks, until so many or fewer tokens are left."""
+        """Read the text up to `end` in chunks, until at most `leave` tokens are left."""
         step = self.context.prefill_step_size
         while (left := end - self.rollback.position) > leave:
             chunk = self.tokens[self.rollback.position :][: min(left, step)]
             self.feed(to_ids(chunk))
+            # Waiting for each chunk bounds the memory of a long prompt.
             if left > step:
                 wait_for(self.rollback.caches)
 
     def in_one_pass(self, limit: int) -> tuple[list[int], int]:
-        """Tokens of the text that were not read, and how long a draft behind them may be."""
+        """The unread tokens, and the longest draft that fits behind them in one pass."""
         pending, room = self.tokens[self.rollback.position :], self.rollback.widest_pass()
+        # The pass feeds the pending tokens and K - 1 more.
         return pending, limit if room is None else min(limit, 1 + room - len(pending))
 
     def feed(self, ids: mx.array, tree: TreeLayout | None = None) -> mx.array:
-        """One pass of the draft model over a chain or a tree; logits [S, W], its own."""
+        """Run one pass over a chain or a tree. Returns logits [S, W] of the model."""
         width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
+            # The target may have more ids, and MLX does not check bounds.
             ids = mx.minimum(ids, width - 1)
         call = None if tree is None else partial(tree_pass, rows=tree)
         return self.rollback.forward(self.model, ids, call)
@@ -196,51 +203,48 @@ class ModelReader(DraftSource):
         super().close(length)
 
     def hand_over(self) -> Rollback:
-        """Its caches, to become a row, with what it had to read; it goes on counting alone."""
+        """Read the text and give the caches to a batch. After this the reader only counts."""
         self.catch_up()
         handed = self.rollback
         self.rollback = Rollback([], handed.position, base=handed.base)
         return handed
 
     def take_back(self, rollback: Rollback) -> None:
-        """Leave the caller's caches as they are in `rollback`, and read nothing more."""
+        """Leave the caller's caches as they are in `rollback`, and stop reading."""
         self.callers_cache, self.rollback = None, rollback
 
     @property
     def num_held(self) -> int:
-        """Positions in its row that count, those of earlier texts included."""
+        """Number of valid positions in its row, with earlier texts."""
         return self.rollback.end
 
     @property
     def num_unread(self) -> int:
-        """Tokens of the text that were not read."""
         return len(self.tokens) - self.rollback.position
 
     def unread(self, count: int) -> tuple[list[int], None]:
-        """The next of these tokens [n]; a model has no states."""
+        """The next unread tokens [n]. A model has no states."""
         most = vocab_size_of(self.model) - 1  # an id that the target alone has
         start = self.rollback.position
         return [min(token, most) for token in self.tokens[start : start + count]], None
 
     def count_read(self, count: int) -> None:
-        """Count so many further positions of its row."""
         self.rollback.advance(count)
 
     def hold_draft(self, num_tokens: int) -> None:
-        """Count the text and so many tokens of a draft in its row."""
+        """Count the text and a draft's first tokens in its row."""
         self.rollback.rewind_to(len(self.tokens))
         self.rollback.advance(num_tokens)
 
 
 class ModelSource(ModelReader):
-    """Drafts of a model, step by step: a pass for each token, or for each level of a tree."""
+    """Drafts of a model: one pass for each token, or for each level of a tree."""
 
     def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(drafter, prompt, context)
         self.fed_parents: list[int] = []
 
     def begin_draft(self, limit: int) -> int:
-        """Feed what was missed; all that is asked for, unless passes have to be narrow."""
         if limit == 0:
             return 0
         self.catch_up()
@@ -257,27 +261,24 @@ class ModelSource(ModelReader):
         return may_fork and first_inexact(self.model, 0, on_trees=True) is None
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
-        """Logits of a pass over further tokens, or over those of the text that were not read."""
         if tokens is None:
             return self.feed(to_ids(self.tokens[self.rollback.position :]))[-1:]
         return self.feed(tokens, None if parents is None else next_level(self.fed_parents, parents))
 
     def end_draft(self) -> None:
-        """Drop a tree from the caches: its rows are not in the order of the text."""
+        # The rows of a tree are in the order of its nodes, not in the order of the text.
         if self.fed_parents:
             self.rollback.rewind_to(len(self.tokens))
 
 
 def check_caches_fit(model: nn.Module, caches: Sequence[Any]) -> None:
-    """Raise ValueError for a draft model's caches that another model made or filled.
-
-    A pass that is never computed tells which kinds and sizes the model fills.
-    """
+    """Raise ValueError for a draft model's caches that another model made or filled."""
     fresh = make_prompt_cache(model)
+    # The pass is lazy. It is never computed, but it sets the kinds and the sizes.
     model(mx.array([[0]]), cache=fresh)
-    given, due = ([_about(cache) for cache in leaves(x)] for x in (caches, fresh))
-    if len(caches) == len(fresh) and len(given) == len(due):
-        pairs = zip(given, due, strict=True)
+    actual, expected = ([_about(cache) for cache in leaves(x)] for x in (caches, fresh))
+    if len(caches) == len(fresh) and len(actual) == len(expected):
+        pairs = zip(actual, expected, strict=True)
         if all(
             kind is other and (sizes is None or sizes == right)
             for (kind, sizes), (other, right) in pairs
@@ -291,11 +292,12 @@ def check_caches_fit(model: nn.Module, caches: Sequence[Any]) -> None:
 
 
 def _about(cache: Any) -> tuple[type, list[Any] | None]:
-    """The class of a cache, and the sizes of what it holds; None where nothing is there."""
+    """The class of a cache, and the sizes of its contents, None if it is empty."""
     if isinstance(cache, ArraysCache):
         is_filled = all(slot is not None for slot in cache.cache)
         return type(cache), [slot.shape[1:] for slot in cache.cache] if is_filled else None
     keys: Any = getattr(cache, "keys", None)
     is_array = isinstance(keys, mx.array)
     sizes = [keys.shape[1], keys.shape[-1]] if is_array else None
+    # Classes in `READABLE` count as one kind.
     return KVCache if isinstance(cache, READABLE) else type(cache), sizes

@@ -38,7 +38,7 @@ class Continuation(NamedTuple):
 
 
 class Continuations:
-    """Counts of the tokens after one context, and the best: of equal ones the most recent."""
+    """Counts of the tokens after one context, and the most frequent (then most recent) token."""
 
     __slots__ = ("best", "counts", "total")
 
@@ -48,18 +48,19 @@ class Continuations:
         self.total = times
 
     def add(self, token: int, times: int = 1) -> None:
-        """Count `token`, which alone can become the best by that."""
         self.total += times
         count = self.counts.get(token, 0) + times
         self.counts[token] = count
+        # Only `token` can become the best, and it is the most recent.
         if count >= self.counts[self.best]:
             self.best = token
 
 
 class NGramCounts:
-    """Counts for the orders from `min_order` to `max_order`, at most `max_entries` pairs of each.
+    """Counts of n-grams of the orders `min_order` to `max_order`.
 
-    To make room it forgets the contexts that were not seen for longest. All takes constant time.
+    Each order has at most `max_entries` pairs of a context and a token. The contexts that were not
+    seen for the longest time are forgotten. Each operation takes constant time.
     """
 
     def __init__(self, min_order: int, max_order: int, max_entries: int) -> None:
@@ -72,16 +73,15 @@ class NGramCounts:
         }
 
     def __len__(self) -> int:
-        """Pairs held."""
         return sum(self._num_entries.values())
 
     def shift(self, context: Context, token: int) -> Context:
-        """Append a token to a context and drop what has become too old."""
+        """Append a token to a context, and drop tokens beyond the longest context."""
         longer = (*context, token)
         return longer[max(0, len(longer) - self.widths[-1]) :]
 
     def learn(self, context: Context, token: int) -> None:
-        """Count `token` after the last tokens of a text, once per order."""
+        """Count `token` after a context, once for each order."""
         length = len(context)
         for width in self.widths:
             if width <= length:
@@ -96,6 +96,7 @@ class NGramCounts:
             table[context] = token if times == 1 else Continuations(token, times)
             self._num_entries[width] += 1
             return
+        # The first entry of the table is the context that was not seen for the longest time.
         table.move_to_end(context)
         if isinstance(entry, int):
             entry = table[context] = Continuations(entry)
@@ -106,14 +107,13 @@ class NGramCounts:
         entry.add(token, times)
 
     def ngrams(self) -> Iterator[tuple[Context, int]]:
-        """All n-grams and their counts, the contexts not seen for longest first."""
+        """All n-grams and their counts. Contexts not seen for the longest time come first."""
         for table in self._tables.values():
             for context in table:
                 for token, count in self.counts(context).items():
                     yield (*context, token), count
 
     def counts(self, context: Context) -> Mapping[int, int]:
-        """How often each continuation was seen."""
         entry = self._tables[len(context)].get(context)
         if entry is None:
             return {}
@@ -133,7 +133,7 @@ class NGramCounts:
         return None
 
     def _make_room(self, context: Context) -> bool:
-        """Forget contexts until one more pair fits; False where only `context` itself is left."""
+        """Forget contexts until one more pair fits. False if only `context` is left."""
         table, width = self._tables[len(context)], len(context)
         while self._num_entries[width] >= self._max_entries:
             oldest = next(iter(table))
@@ -182,54 +182,54 @@ class NGramDrafter(Drafter):
 
 
 class NGramIndex(TextIndex):
-    """The counts of one text, and counts that are kept between texts, if there are any.
+    """The counts of one text, and optionally counts that are kept between texts.
 
-    context: the last max_order - 1 tokens, fewer at the beginning. kept: a `lab.NGramTable`, asked
-    where it knows a longer context; what was written is added to it at the end.
+    Attributes:
+        counts: the counts of this text.
+        context: the last max_order - 1 tokens, fewer at the beginning.
+        table: a `lab.NGramTable` that is kept between texts, or None. The output is added to it.
     """
 
-    def __init__(self, config: NGramDrafter, prompt: Sequence[int], kept: Any = None) -> None:
-        self.config, self.kept = config, kept
+    def __init__(self, config: NGramDrafter, prompt: Sequence[int], table: Any = None) -> None:
+        self.config, self.table = config, table
         self.counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
         self.context: Context = ()
         self._num_prompt = len(prompt)
-        self._written: list[int] = []
+        self._output: list[int] = []
         self.append(prompt)
-        self._written.clear()
+        self._output.clear()
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """Up to `limit` tokens, each the most frequent after those before it."""
         context = self.context
         for token in more:
             context = self.counts.shift(context, token)
         draft: list[int] = []
         evidence: list[Evidence] = []
         most = min(limit, self.config.num_draft)
-        while len(draft) < most and (found := self._longest(context)) is not None:
-            draft.append(found.token)
-            share = share_class(found.seen / found.total)
-            evidence.append(Evidence(max(1, found.width), share, places_class(found.seen)))
-            context = self.counts.shift(context, found.token)
+        while len(draft) < most and (best := self._longest(context)) is not None:
+            draft.append(best.token)
+            share = share_class(best.seen / best.total)
+            # A context of no tokens counts as a match of one token.
+            evidence.append(Evidence(max(1, best.width), share, places_class(best.seen)))
+            context = self.counts.shift(context, best.token)
         return Draft(draft, evidence=evidence)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Count the tokens [n]: one table update a token and order."""
         for token in tokens:
             self.counts.learn(self.context, token)
             self.context = self.counts.shift(self.context, token)
-        if self.kept is not None:
-            self._written += tokens
+        if self.table is not None:
+            self._output += tokens
 
     def close(self, length: int) -> None:
-        """Count what was written in the kept counts."""
-        if self.kept is not None:
-            self.kept.add(self._written[: length - self._num_prompt])
-            self._written = []
+        if self.table is not None:
+            self.table.add(self._output[: length - self._num_prompt])
+            self._output = []
 
     def _longest(self, context: Context) -> Continuation | None:
-        """The continuation of the longest known context; the text's own counts win a tie."""
-        own = self.counts.continuation(context)
-        if self.kept is None or (own and own.width == self.counts.widths[-1]):
-            return own
-        kept: Continuation | None = self.kept.continuation(context)
-        return kept if kept and (own is None or kept.width > own.width) else own
+        """The continuation of the longest known context. The text's own counts win a tie."""
+        in_text = self.counts.continuation(context)
+        if self.table is None or (in_text and in_text.width == self.counts.widths[-1]):
+            return in_text
+        saved: Continuation | None = self.table.continuation(context)
+        return saved if saved and (in_text is None or saved.width > in_text.width) else in_text

@@ -17,7 +17,7 @@ from specdec_mlx.contracts import (
     TextIndex,
 )
 
-MAX_MATCH = 64  # longest match that is measured, in tokens; confidence has saturated long before
+MAX_MATCH = 64  # longest match that is measured, in tokens; longer matches are no more certain
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class PromptLookupDrafter(Drafter):
         require(self, self.occurrence in ("recent", "earliest"), "occurrence", either)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
-        """Index `prompt` [n]; the context is not needed, since a copy is a point mass."""
+        """Index `prompt` [n]."""
         return LookUpSession(PromptLookupIndex(self, prompt))
 
 
 class PromptLookupIndex(TextIndex):
-    """Where each n-gram of a text stood first or last."""
+    """The first or last position of each n-gram of a text."""
 
     def __init__(self, config: PromptLookupDrafter, prompt: Sequence[int]) -> None:
         self._config = config
@@ -62,39 +62,35 @@ class PromptLookupIndex(TextIndex):
         # Per n: n-gram -> the position after it. An n-gram enters only once the token at that
         # position is known, so that the one at the end of the text never finds itself.
         sizes = range(config.max_ngram, config.min_ngram - 1, -1)
-        self._ends: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in sizes}
+        self._position_after: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in sizes}
         self.append(prompt)
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """Copy what follows the longest match, which is in the text alone.
-
-        The copy goes around where it reaches the end, as periodic texts do.
-        """
         length = min(limit, self._config.num_draft or limit)
         tail = [*self._text[-MAX_MATCH:], *more][-MAX_MATCH:]
-        for n, ends in self._ends.items():
-            end = ends.get(tuple(tail[-n:]))
+        for n, positions in self._position_after.items():
+            end = positions.get(tuple(tail[-n:]))
             if end is not None and length > 0:
                 known = [*self._text[end : end + length], *more][:length]
+                # A copy that reaches the end of the text goes around, as periodic texts do.
                 copied = known * -(-length // len(known))
                 evidence = Evidence(self._matched(end, tail, n))
                 return Draft(copied[:length], evidence=[evidence] * length)
         return NO_DRAFT
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Write the text on: one dict entry a token and n-gram size."""
         text = self._text
         earliest = self._config.occurrence == "earliest"
         for token in tokens:
             end = len(text)
-            for n, ends in self._ends.items():
+            for n, positions in self._position_after.items():
                 if n <= end:
                     ngram = tuple(text[-n:])
-                    ends[ngram] = ends.get(ngram, end) if earliest else end
+                    positions[ngram] = positions.get(ngram, end) if earliest else end
             text.append(token)
 
     def _matched(self, end: int, tail: Sequence[int], n: int) -> int:
-        """Number of tokens before `end` that equal the last ones, given that `n` do."""
+        """Number of tokens before `end` that equal the last tokens, at least `n`."""
         text = self._text
         while n < min(end, len(tail)) and text[end - n - 1] == tail[-n - 1]:
             n += 1

@@ -1,6 +1,7 @@
-"""Draft models with a tokenizer of their own: the text is followed in their tokens.
+"""Draft models with another tokenizer. Drafts are carried over as text.
 
-The model writes its likeliest text, which is encoded with the target's tokenizer: a point mass.
+The model writes its likeliest text, and the target's tokenizer encodes the text as a deterministic
+draft.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from specdec_mlx.sampling import Sampling
 from specdec_mlx.token_ids import to_ids, to_list
 
 MARGIN = 8
-"""Last tokens that more text may still change; longer words are rare, and cost acceptance alone."""
+"""Last tokens that more text may change. A longer word is rare, and costs only acceptance."""
 
 MOST_OPEN = 64
-"""Tokens that are encoded again in each round, at most; the start of a word ends them sooner."""
+"""Most tokens that are encoded again in each round. Usually the start of a word is nearer."""
 
-CONTEXT = 8  # tokens of the target before a draft that are encoded together with it
-SHORTER = 1.25  # draft tokens in one of the target's from which a draft often ends inside of one
+CONTEXT = 8  # tokens of the target that are encoded together with the draft behind them
+SHORTER = 1.25  # draft tokens for a target token, from which a draft often ends inside a token
 
 
 class DraftText:
     """The target's text in the draft model's tokens.
 
-    settled: number of the `ids` that no longer text changes, up to the start of a word.
+    Attributes:
+        ids: the tokens.
+        settled: number of `ids` that more text cannot change, up to the start of a word.
     """
 
     def __init__(self, shared: SharedVocabulary) -> None:
@@ -47,7 +50,7 @@ class DraftText:
 
     @property
     def ends_in_character(self) -> bool:
-        """True if the text ends inside of a character, whose bytes wait for the rest of it."""
+        """True if the text ends inside a character of several bytes."""
         return bool(self._bytes.getstate()[0])
 
     @property
@@ -55,7 +58,6 @@ class DraftText:
         return self.settled == len(self.shared.draft.prefix)
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take further tokens of the target."""
         target = self.shared.target
         for token in tokens:
             content = target.special.get(token)
@@ -64,55 +66,61 @@ class DraftText:
                 continue
             word = target.spelled.get(token, b"") if content is None else content.encode()
             if target.prepends_space and self._at_start and not self._open:
+                # sentencepiece puts a space before the text, which is not part of it.
                 word = word.removeprefix(b" ")
             self._open += self._bytes.decode(word)
         self._settle(self._encode())
 
-    def _add_special(self, own: int) -> None:
-        """A token that is no text; all before it is settled."""
+    def _add_special(self, draft_id: int) -> None:
         self._open += self._bytes.decode(b"", final=True)
         self._encode()
-        if self.ids != [own]:  # BOS may be there already
-            self.ids.append(own)
+        # The prefix may hold this BOS already.
+        if self.ids != [draft_id]:
+            self.ids.append(draft_id)
         self.settled, self._open = len(self.ids), ""
 
     def _encode(self) -> list[int]:
-        """Encode what is not settled; returns where each of these tokens ends."""
-        ids, ends = self.shared.draft.encode(self._open, at_start=self._at_start)
+        """Encode the unsettled text. Returns the end of each token among its characters."""
+        ids, stops = self.shared.draft.encode(self._open, at_start=self._at_start)
         self.ids[self.settled :] = ids
-        return ends
+        return stops
 
-    def _settle(self, ends: list[int]) -> None:
-        """Settle all but the last tokens, if a word starts there or they became many."""
-        places = [n for n in range(1, len(ends) - MARGIN + 1) if ends[n] > ends[n - 1]]
-        words = [n for n in places if self._open[ends[n - 1]] == " " != self._open[ends[n - 1] + 1]]
-        settled = (words or places)[-1:] if words or len(ends) > MOST_OPEN else []
+    def _settle(self, stops: list[int]) -> None:
+        """Settle all except the last tokens, if a word starts there or there are many."""
+        # Only after a whole character, because a token may end inside a character.
+        places = [n for n in range(1, len(stops) - MARGIN + 1) if stops[n] > stops[n - 1]]
+        words = [
+            n for n in places if self._open[stops[n - 1]] == " " != self._open[stops[n - 1] + 1]
+        ]
+        settled = (words or places)[-1:] if words or len(stops) > MOST_OPEN else []
         for count in settled:
             self.settled += count
-            self._open = self._open[ends[count - 1] :]
+            self._open = self._open[stops[count - 1] :]
 
 
 def continuation(target: Spelling, tokens: Sequence[int], text: str) -> list[int]:
-    """`text` in the target's tokens after `tokens`, up to one that does not spell it."""
+    """Encode `text` in the target's tokens after `tokens`, up to a token that does not spell it."""
     last = list(takewhile(target.spelled.__contains__, reversed(tokens[-CONTEXT:])))
     before = b"".join(target.spelled[token] for token in reversed(last)).decode(errors="ignore")
-    ids, ends = target.encode(before + text)
-    first = bisect_right(ends, len(before)) if before else 0
-    if first and ends[first - 1] != len(before):  # a token would begin before the draft
+    ids, stops = target.encode(before + text)
+    first = bisect_right(stops, len(before)) if before else 0
+    # A token that begins before the draft cannot follow the text.
+    if first and stops[first - 1] != len(before):
         ids, first = target.encode(text)[0], 0
-    kept: list[int] = []
+    spelling_ids: list[int] = []
     rest = text.encode()
     for index in ids[first:]:
         word = target.spelled.get(index)
+        # An encoder may normalise the text, and such a token would spell something else.
         if not word or not rest.startswith(word):
             break
-        kept.append(index)
+        spelling_ids.append(index)
         rest = rest[len(word) :]
-    return kept
+    return spelling_ids
 
 
 def _readable(data: bytes) -> str:
-    """The characters up to what is no UTF-8, such as the half of one at the end."""
+    """The characters before the first invalid byte, which may be half a character at the end."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -121,12 +129,16 @@ def _readable(data: bytes) -> str:
 
 @dataclass(eq=False)
 class Retokenized(Session):
-    """The side of a draft model with another tokenizer in one generation.
+    """A draft model with another tokenizer, in one generation.
 
-    Its caches hold tokens of its own, `fed`, and go back to what these have in common with the
-    text, encoded anew at its end.
+    After each round the caches go back to the common beginning of `fed` and the text.
 
-    tokens: the text, of which the first `num_read` were read. num_same: of `fed` and the text.
+    Attributes:
+        tokens: the text in the target's tokens.
+        num_read: number of these that `text` has read.
+        text: the text in the draft model's tokens.
+        fed: tokens in the draft model's caches.
+        num_same: number of `fed` that are known to agree with the text.
     """
 
     model: nn.Module
@@ -142,11 +154,13 @@ class Retokenized(Session):
         self.fed: list[int] = []
 
     def propose(self, limit: int) -> Draft:
-        """At most `limit` of the target's tokens; none inside of a character."""
+        """At most `limit` of the target's tokens. No tokens inside a character."""
         if limit == 0:
             return Draft()
         pending = self.catch_up()
         per_token = len(self.text.ids) / max(1, len(self.tokens))
+        # One more step where a target token takes several draft tokens, because the last token is
+        # often incomplete.
         num_steps = math.ceil(limit * per_token) + (per_token > SHORTER)
         room = self.rollback.widest_pass()
         has_room = room is None or len(pending) + num_steps <= room
@@ -155,13 +169,13 @@ class Retokenized(Session):
         return Draft(self.write(pending, num_steps)[:limit])
 
     def write(self, pending: list[int], num_steps: int) -> list[int]:
-        """The likeliest text of so many draft tokens; one synchronisation, to encode it."""
-
         def step(token: mx.array | None) -> mx.array:
             if token is None:
                 return self.feed(pending)[-1:]
             return self.rollback.forward(self.model, token)
 
+        # The argmax: a text has no distribution over target tokens that a draw could be compared
+        # with.
         draws = ChainDraws(DraftContext(), Sampling(), (), 0)
         ids = to_list(draft_to(num_steps, draws, step).tokens)
         self.fed += ids[:-1]
@@ -169,34 +183,31 @@ class Retokenized(Session):
         return list(takewhile(num_logits.__gt__, self.in_targets_tokens(ids)))
 
     def in_targets_tokens(self, ids: Sequence[int]) -> list[int]:
-        """Draft tokens as the target's, up to one that is no text; a last one in which the draft
-        may have ended is left out unless it is alone.
-        """
+        """Draft tokens in the target's tokens, up to a token that is no text."""
         draft, target = self.shared.draft, self.shared.target
         words = [draft.spelled[i] for i in takewhile(draft.spelled.__contains__, ids)]
         tokens = continuation(target, self.tokens, _readable(b"".join(words)))
         if len(words) < len(ids):
             end = self.shared.to_target.get(ids[len(words)])
             return tokens if end is None else [*tokens, end]
+        # The draft may have stopped inside the last target token.
         if len(tokens) > 1 and target.spelled[tokens[-1]] != words[-1]:
             tokens.pop()
         return tokens
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Note what was emitted; it is read with the next proposal."""
         self.tokens += tokens
 
     def catch_up(self) -> list[int]:
-        """Read the text but for its last tokens, which are returned.
-
-        Caches that cannot be trimmed return to a checkpoint after the settled tokens.
-        """
+        """Read the text except its last tokens, which are returned."""
         self.text.read(self.tokens[self.num_read :])
         self.num_read = len(self.tokens)
         ids = self.text.ids
         settled = max(0, min(self.text.settled, len(ids) - 1))
         position = self.go_back(ids)
         restores = any(strategy_for(c).must_restore for c in leaves(self.rollback.caches))
+        # Unsettled tokens may change, and these caches can only go back to a checkpoint, so one is
+        # saved after the settled tokens.
         if restores and position > settled:
             position = self.rollback.rewind_to(settled)
         del self.fed[position:]
@@ -210,7 +221,8 @@ class Retokenized(Session):
         return ids[position:]
 
     def go_back(self, ids: Sequence[int]) -> int:
-        """Go back to the longest common prefix of what was fed and the text; the position."""
+        """Rewind to the longest common prefix of `fed` and the text. Returns its length."""
+        # Settled tokens need no comparison.
         same = min(self.num_same, len(ids) - 1)
         longest = min(len(self.fed), len(ids) - 1)
         while same < longest and self.fed[same] == ids[same]:
@@ -218,7 +230,6 @@ class Retokenized(Session):
         return self.rollback.rewind_to(max(0, same))
 
     def feed(self, ids: list[int]) -> mx.array:
-        """One pass of the draft model; logits [S, W]."""
         logits = self.rollback.forward(self.model, to_ids(ids))
         self.fed += ids
         return logits

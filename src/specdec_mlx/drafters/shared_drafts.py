@@ -1,6 +1,6 @@
-"""Drafts of several texts from the same passes of a draft model, or of a trained head.
+"""Drafts of several texts from the same passes of a draft model or a trained head.
 
-Each text has a row of the caches. The first one that asks in a round has a draft drawn for all.
+Each text has a row of the caches. The first text that asks in a round draws drafts for all texts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from specdec_mlx.exactness.probe import can_hold_rows
 
 @dataclass
 class SharedDrafts:
-    """What the texts of a batch share of their drafters; `DraftContext.shared_drafts`."""
+    """Shared passes of the drafters in a batch, as `DraftContext.shared_drafts`."""
 
     _by_model: dict[tuple[int, type], tuple[Any, DraftPasses | None]] = field(default_factory=dict)
 
     def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Begin a text beside others; alone for trees, and where passes cannot be shared."""
+        """Begin a text. It drafts alone for trees, and where passes cannot be shared."""
         model = drafter.model
         key = id(model), type(drafter)
         if key not in self._by_model:
@@ -43,10 +43,11 @@ class SharedDrafts:
 
 
 def passes_of(drafter: Any) -> DraftPasses | None:
-    """Shared passes of its model, or of a head with one layer; None where there cannot be any."""
+    """Shared passes of a drafter, or None if its passes cannot be shared."""
     model, kind = drafter.model, type(drafter)
     is_head = kind is HeadDrafter and getattr(model, "moves_on", False)
-    if not (is_head or kind is ModelDrafter):  # an exit is no model
+    # A subclass may draft in another way, for example with an early exit.
+    if not (is_head or kind is ModelDrafter):
         return None
     fresh = make_prompt_cache(model)
     may_share = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
@@ -58,8 +59,11 @@ def passes_of(drafter: Any) -> DraftPasses | None:
 class DraftPasses:
     """Passes over several texts, each of which is a row of the caches.
 
-    is_head: the model is a head, which reads a state and the token after it. sessions: of the
-    rows, in order. joining: not yet rows.
+    Attributes:
+        model: the draft model or the head.
+        is_head: the model is a head, which reads a state and the token after it.
+        sessions: sessions of the rows, in order.
+        joining: sessions that have no row yet.
     """
 
     model: Any
@@ -69,10 +73,11 @@ class DraftPasses:
     joining: list[SharedSession] = field(default_factory=list)
 
     def draft(self, limit: int, asked_by: SharedSession) -> None:
-        """Draw `limit` tokens for every text, asked for or not: a row more costs little."""
+        """Draw `limit` tokens for all texts."""
         self.update()
         if asked_by not in self.sessions:
             return
+        # Extra rows are nearly free, so all texts get a draft even if only one text asked.
         self.read_ahead(MOST_PENDING)
         made, tokens = self.read(self.num_unread()), list[mx.array]()
         every = [session.alone.draws(limit) for session in self.sessions]
@@ -80,12 +85,13 @@ class DraftPasses:
             if tokens:
                 made = self.run(tokens, made)
             tokens = [draws.draw(row) for draws, row in zip(every, self.logits(made), strict=True)]
+            # The device draws while the next pass is built.
             mx.async_eval(tokens)
         for session, draws in zip(self.sessions, every, strict=True):
             session.set_draft(draws)
 
     def update(self) -> None:
-        """Drop the texts that ended, let new ones in, go back to what was kept of the others."""
+        """Drop texts that ended, let new texts in, and rewind the others."""
         waiting, self.joining = self.joining, []
         for session in waiting:
             if session.has_ended:
@@ -101,15 +107,13 @@ class DraftPasses:
         self.go_back()
 
     def go_back(self) -> None:
-        """Drop from the rows what their texts do not count."""
         self.caches.go_back([session.source.num_held for session in self.sessions])
 
     def num_unread(self) -> list[int]:
-        """How much of each text could be read and was not."""
         return [session.source.num_unread for session in self.sessions]
 
     def read_ahead(self, most: int) -> None:
-        """Read all but the last of each text, in chunks, while more than `most` is unread."""
+        """Read all except the last unread token of each text, while a text has more than `most`."""
         while max(unread := self.num_unread()) > most and min(unread) > 0:
             step = min(session.source.context.prefill_step_size for session in self.sessions)
             self.read([min(step, count - 1) for count in unread])
@@ -117,11 +121,10 @@ class DraftPasses:
             wait_for(self.caches.caches)
 
     def read(self, counts: Sequence[int]) -> list[mx.array]:
-        """Read so much of each text; what the pass makes of the last of each.
-
-        A pass cannot leave a row out, so that one is fed where none is to be read.
-        """
+        """Read the next `counts` tokens of each text. Returns the output of each last token."""
         sources = [session.source for session in self.sessions]
+        # A pass cannot leave a row out. A row with nothing to read is fed one token, which
+        # `go_back` drops.
         fed = [source.unread(max(1, count)) for source, count in zip(sources, counts, strict=True)]
         made = self.run([ids for ids, _ in fed], [states for _, states in fed])
         for source, count in zip(sources, counts, strict=True):
@@ -129,9 +132,9 @@ class DraftPasses:
         return made
 
     def run(self, ids: Sequence[Any], states: Sequence[Any]) -> list[mx.array]:
-        """One pass over ids [n] of each text, and a head's states [n, D].
+        """Run one pass over ids [n] of each text, and a head's states [n, D].
 
-        Returns what it makes of the last of each, logits [1, V] or a head's states [1, D].
+        Returns the output of the last token of each text, logits [1, V] or a head's states [1, D].
         """
         call = self.model
         if self.is_head:
@@ -142,36 +145,38 @@ class DraftPasses:
         return [made[row, len(text) - 1][None] for row, text in enumerate(ids)]
 
     def logits(self, made: list[mx.array]) -> Sequence[mx.array]:
-        """Logits [1, V] of each text, from what a pass made."""
+        """Logits [1, V] of each text, from the outputs of a pass."""
         if not self.is_head:
             return made
         return list(mx.split(self.model.logits(mx.concatenate(made)), len(made)))
 
     def note(self) -> None:
-        """Read what a head was shown, if it is much: states take room."""
+        # Waiting states take memory, in proportion to the texts.
         if self.is_head and max(self.num_unread(), default=0) * len(self.sessions) >= MOST_WAITING:
             self.update()
             self.read_ahead(1)
 
     def leave(self, session: SharedSession, length: int) -> None:
-        """Give a draft model's caches back to their caller, up to `length` tokens of the text."""
+        """Give a draft model's caches back to their caller, with `length` tokens of the text."""
         if self.is_head:
             return
-        caches, held = session.source.callers_cache, session.source.rollback
+        caches, rollback = session.source.callers_cache, session.source.rollback
         if session in self.sessions and caches is not None:
-            held.rewind_to(length)
+            rollback.rewind_to(length)
             self.go_back()
             fresh = make_prompt_cache(self.model)
             caches[:] = self.caches.extract(self.sessions.index(session), fresh)
-            held = Rollback(caches, held.position)
-        session.source.take_back(held)
+            rollback = Rollback(caches, rollback.position)
+        session.source.take_back(rollback)
 
 
 class SharedSession(Session):
-    """One of several texts: its drafts come from a shared pass, once it is a row of that.
+    """One of several texts. A shared pass drafts for it once it has a row.
 
-    alone: its session, which drafts until then. drawn: its draft of this round, which may not be
-    asked for.
+    Attributes:
+        alone: its own session, which drafts until then.
+        drawn: its draft of this round, or None.
+        was_asked: the draft of this round was asked for.
     """
 
     has_ended = was_asked = False
@@ -184,19 +189,19 @@ class SharedSession(Session):
         passes.joining.append(self)
 
     def propose(self, limit: int) -> Draft:
-        """At most `limit` tokens; the first text that asks has all texts' drafts drawn."""
+        """At most `limit` tokens. The first text that asks draws all texts' drafts."""
         if (drawn := self.shared_draft(limit)) is None:
             return self.alone.propose(limit)
         return drawn.draft(min(limit, len(drawn)))
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """The part that is worth verifying; see `truncate`."""
+        """The part of the draft that is worth verifying (see `truncate`)."""
         if (drawn := self.shared_draft(limit)) is None:
             return self.alone.propose_while(limit, goes_on)
         return truncate(drawn, goes_on)
 
     def shared_draft(self, limit: int) -> ChainDraws | None:
-        """The tokens drawn for this text in this round; None where it is no row yet."""
+        """The tokens drawn for this text in this round, or None if it has no row."""
         if limit == 0:
             return None
         if self.drawn is None:
@@ -205,22 +210,20 @@ class SharedSession(Session):
         return self.drawn
 
     def set_draft(self, draws: ChainDraws) -> None:
-        """Take the draft of this round; a model's row holds all but its last token."""
         self.drawn = draws
+        # The last drawn token was never fed to the model.
         self.source.hold_draft(len(draws) - 1)
 
     @property
     def reads_target(self) -> bool:
-        """True for a head."""
         return self.alone.reads_target
 
     def see(self, features: FeatureRows) -> None:
-        """Take the rows of further positions."""
         self.source.see(features)
         self.passes.note()
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Take the tokens emitted; of a draft that was not asked for nothing was verified."""
+        # Nothing of this draft was verified, so the row holds the text only.
         if not self.was_asked:
             self.source.hold_draft(0)
         self.source.observe(tokens)
@@ -228,7 +231,6 @@ class SharedSession(Session):
         self.passes.note()
 
     def close(self, length: int) -> None:
-        """Leave the rows."""
         self.has_ended = True
         self.passes.leave(self, length)
         self.alone.close(length)

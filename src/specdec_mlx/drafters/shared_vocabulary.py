@@ -1,4 +1,4 @@
-"""Two tokenizers: the first difference, each of them in bytes, and the tokens that both have."""
+"""Compare two tokenizers, read them as bytes, and find the special tokens that both have."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from specdec_mlx.models.loading import PerModel, unwrapped
 
 
 def check_same_tokenizer(target: Any, draft: Any) -> None:
-    """Raise TokenizerMismatchError, showing the first difference, unless both encode alike.
+    """Raise TokenizerMismatchError, with the first difference, unless both tokenizers encode alike.
 
-    Compared are vocabularies, special ids and how samples are encoded; unused ids may differ.
+    Vocabularies, special ids and encodings of samples are compared. Unused ids may differ.
     """
     difference = first_difference(target, draft)
     if difference:
@@ -32,10 +32,9 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
 
 @PerModel
 def first_difference(target: Any, draft: Any) -> str | None:
-    """The first difference in words, None if there is none that matters.
-
-    Compared once: it takes a tenth of a second for 50,000 tokens.
-    """
+    """The first difference in words, or None if no difference matters."""
+    # Comparing 50,000 tokens takes a tenth of a second, so this function is cached and a
+    # fingerprint is tried first.
     if fingerprint_of(target) != fingerprint_of(draft):
         difference = _vocabulary_difference(target.get_vocab(), draft.get_vocab())
         if difference is not None:
@@ -62,18 +61,19 @@ def _vocabulary_difference(target: dict[str, int], draft: dict[str, int]) -> str
 
 
 ANCHOR = "\n"
-"""Encoded before a text that is not the beginning of one, for tokenizers that put a space before
-what they are given."""
+"""Encoded before a continuation of a text, for tokenizers that put a space before every text."""
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Spelling:
-    """A tokenizer in bytes.
+    """A tokenizer in bytes. Raises TokenizerMismatchError if it does not give back a text.
 
-    spelled: bytes of every token that is text, by id. special: contents of the other tokens, by id.
-    prefix: ids that a text begins with. prepends_space: before what is encoded, as sentencepiece
-    does.
+    Attributes:
+        spelled: id of every token that is text, and its bytes.
+        special: id of every other token, and its content.
+        prefix: ids that a text begins with.
+        prepends_space: the tokenizer puts a space before a text, as sentencepiece does.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -95,27 +95,26 @@ class Spelling:
         self._check_round_trips()
 
     def encode(self, text: str, *, at_start: bool = False) -> tuple[list[int], list[int]]:
-        """Text in the tokenizer's own tokens, at the start of a text or inside.
+        """Encode a text at the start of a text (`at_start`) or inside a text.
 
-        Returns ids [n], and where each of them ends among the characters [n], ascending.
+        Returns ids [n], and the end of each token among the characters [n], ascending.
         """
         anchor = ANCHOR if self.prepends_space and not at_start else ""
         encoding = self._backend.encode(anchor + text, add_special_tokens=False)
         stops = (max(0, stop - len(anchor)) for _, stop in encoding.offsets)
-        ends = list(accumulate(stops, max))
-        first = ends.count(0) if anchor else 0
-        return encoding.ids[first:], ends[first:]
+        ascending = list(accumulate(stops, max))
+        first = ascending.count(0) if anchor else 0
+        return encoding.ids[first:], ascending[first:]
 
     def _joined(self, text: str) -> bytes:
         ids = self._backend.encode(text, add_special_tokens=False).ids
         return b"".join(self.spelled.get(index, b"") for index in ids)
 
     def _check_round_trips(self) -> None:
-        """Raise TokenizerMismatchError unless the probes come back, by table and by decoder.
-
-        What a tokenizer does to other scripts costs acceptance where they occur, and no more.
-        """
+        """Raise TokenizerMismatchError unless the probes come back, by table and by decoder."""
         before = " " if self.prepends_space else ""
+        # A tokenizer may change other scripts. That costs acceptance in such texts, and nothing
+        # else.
         for text in PROBES:
             ids = self._backend.encode(text, add_special_tokens=False).ids
             decoded = self._backend.decode(ids, skip_special_tokens=False)
@@ -126,33 +125,36 @@ class Spelling:
 
 
 def _backend_of(tokenizer: Any) -> Any:
-    """Hugging Face's own tokenizer in what `mlx_lm.load` gives."""
+    """The tokenizer of Hugging Face's library `tokenizers` inside `mlx_lm.load`'s tokenizer."""
     backend: Any = getattr(unwrapped(tokenizer), "backend_tokenizer", None)
     if not hasattr(backend, "get_added_tokens_decoder"):
         kind = type(unwrapped(tokenizer)).__name__
         raise TokenizerMismatchError(f"{kind} is no tokenizer of the library `tokenizers`.")
+    # A tokenizer's file may set a maximum length, which would cut the text.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
-    """Contents of the tokens that are no text, by id; a line break that ends a text is some."""
+    """Id and content of the tokens that are not text."""
     added = backend.get_added_tokens_decoder()
     special = {index: token.content for index, token in added.items() if token.special}
     roles = [getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")]
-    ends = added.keys() & (getattr(tokenizer, "eos_token_ids", None) or ())
-    for index in {*roles, *ends} - {None}:
+    eos_ids = added.keys() & (getattr(tokenizer, "eos_token_ids", None) or ())
+    for index in {*roles, *eos_ids} - {None}:
         special.setdefault(index, str(backend.id_to_token(index)))
+    # A line break may end a text in one model and still be ordinary text.
     probes = backend.encode("".join(PROBES), add_special_tokens=False)
     return {index: content for index, content in special.items() if index not in probes.ids}
 
 
 def _reader(decoder: Any) -> Callable[[str], bytes]:
-    """How a token of the vocabulary is read, by what the decoder does."""
-    whole = {"type": ""} if decoder is None else json.loads(decoder.__getstate__())
-    steps = whole.get("decoders", [whole])
+    """A function that reads a token of the vocabulary as bytes, as the decoder does."""
+    state = {"type": ""} if decoder is None else json.loads(decoder.__getstate__())
+    steps = state.get("decoders", [state])
     kinds = {step["type"] for step in steps}
+    # GPT-2 style: each byte is written as a printable character.
     if "ByteLevel" in kinds:
         return _byte_level
     space = next(filter(None, map(_space_sign, steps)), " ")
@@ -165,7 +167,6 @@ def _reader(decoder: Any) -> Callable[[str], bytes]:
 
 
 def _space_sign(step: dict[str, Any]) -> str | None:
-    """The sign that a step turns into a space."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " ":
@@ -194,14 +195,18 @@ ORDINARY = (
     '"""\n    result = 0\n    for price in prices:\n        result += price * (1 - discount)\n'
     "    return round(result, 2)\n",
 )
-"""Ordinary text, to see how many tokens two tokenizers make of it."""
+"""Ordinary text, on which the tokens of two tokenizers are counted."""
 
 
 @dataclass(eq=False)
 class SharedVocabulary:
-    """Two tokenizers, and the special tokens that both have, by content or role.
+    """Two tokenizers, and the special tokens that both have, by content or by role.
 
-    roles: beginnings and ends of texts, target id -> draft id. difference: the first, in words.
+    Attributes:
+        target: the target's tokenizer.
+        draft: the draft model's tokenizer.
+        roles: target id and draft id of the tokens that begin and end a text.
+        difference: the first difference in words.
     """
 
     target: Spelling
@@ -211,9 +216,10 @@ class SharedVocabulary:
 
     @cached_property
     def to_draft(self) -> dict[int, int]:
-        """Draft id of each special id of the target that has one; no two have the same."""
+        """Draft id of each special id of the target. No two have the same draft id."""
         theirs = {content: index for index, content in self.draft.special.items()}
         ours = self.target.special.items()
+        # The same content means the same token. Roles such as EOS are matched next.
         mapped = {index: theirs[content] for index, content in ours if content in theirs}
         for index, other in self.roles.items():
             if other not in mapped.values():
@@ -222,12 +228,11 @@ class SharedVocabulary:
 
     @cached_property
     def to_target(self) -> dict[int, int]:
-        """Target id of each draft id that has one."""
         return {theirs: ours for ours, theirs in self.to_draft.items()}
 
     @cached_property
     def draft_tokens_per_token(self) -> float:
-        """Draft tokens for one of the target's in ordinary text."""
+        """Draft tokens for each target token in ordinary text."""
         draft, target = (
             sum(len(one.encode(text, at_start=True)[0]) for text in ORDINARY)
             for one in (self.draft, self.target)
@@ -237,7 +242,6 @@ class SharedVocabulary:
 
 @PerModel
 def log_foreign(shared: SharedVocabulary) -> None:
-    """Log, once, in one line what becomes of drafts in other tokens."""
     logging.getLogger(__name__).warning(
         "specdec_mlx: the draft model has a tokenizer of its own (%s); what it drafts is carried "
         "over as text.",
@@ -247,9 +251,9 @@ def log_foreign(shared: SharedVocabulary) -> None:
 
 @PerModel
 def shared_between(target: Any, draft: Any) -> SharedVocabulary | None:
-    """What two tokenizers share, None where they are the same.
+    """The tokens that two tokenizers share, or None if the tokenizers are the same.
 
-    Raises TokenizerMismatchError where they differ, and one of them cannot be read as bytes.
+    Raises TokenizerMismatchError if they differ and one of them cannot be read as bytes.
     """
     difference = first_difference(target, draft)
     if difference is None:

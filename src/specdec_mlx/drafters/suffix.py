@@ -1,8 +1,8 @@
-"""Drafts copied from wherever the text has been before, in this generation or in a memory.
+"""Drafts copied from places with the same last tokens, in this generation or in a memory.
 
-The longest match of the last tokens is found in the text and in a `Memory`, and the places that
-match best vote on what follows. Suffix decoding (Oliaro et al. 2024) counts continuations in a
-suffix tree; here the places are kept, so that those whose surroundings agree weigh more.
+The longest matches of the last tokens are found in the text and in a `Memory`, and the best places
+vote on the next tokens. Suffix decoding (Oliaro et al. 2024) counts continuations in a suffix tree.
+Here the places themselves are kept, so that places with similar surroundings get more weight.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
 
-LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
-SURROUNDINGS = 12  # tokens before a short match; each that stands there too doubles the weight
-CLEAR_MATCH = 3  # from this length on a match's surroundings have no weight
-MOST_PATHS = 12  # voters that are followed beyond the first token, the weightiest ones
+LENGTH_LOG2 = 5  # one more token of a match multiplies its weight by 2^5
+SURROUNDINGS = 12  # tokens before a short match; each that recurs doubles the weight
+CLEAR_MATCH = 3  # surroundings have no weight for matches of this length or longer
+MOST_PATHS = 12  # most places that are followed, by weight
 
 Voters = tuple[int, Sequence[int], ContextIndex, float]
-"""Places that have a say: their match, where they are, in what, and what a place there weighs."""
+"""Places that vote: the length of their match, their positions, their index, and their weight."""
 
 Path = tuple[float, int, tuple[int, ...]]
-"""Of one place: the weight of its vote, its match, and what followed it."""
+"""The weight of a place's vote, the length of its match, and the tokens that followed it."""
 
 MATCH, FOLLOWED = itemgetter(1), itemgetter(2)  # of a path
 
 
 def vote(paths: Sequence[Path], length: int) -> Draft:
-    """The draft that most weight is for, token by token; places that were outvoted drop out."""
+    """The draft with the most weight, token by token. Outvoted places drop out."""
     tokens: list[int] = []
     evidence: list[Evidence] = []
     while paths and len(tokens) < length:
@@ -57,12 +57,14 @@ def vote(paths: Sequence[Path], length: int) -> Draft:
             continue
         first = paths[0][2]
         rest = first[at:shortest]
+        # All places agree, so several tokens are taken at once.
         if len(paths) == 1 or all(path[at:shortest] == rest for _, _, path in paths):
             tokens += rest
             evidence += [_same(max(map(MATCH, paths)), 1.0, len(paths))] * (shortest - at)
             continue
         votes: dict[int, float] = {}
         for weight, _, path in paths:
+            # token = argmax of the sum of the weights of the places that continue with it
             votes[path[at]] = votes.get(path[at], 0.0) + weight
         best = max(votes, key=votes.__getitem__)
         paths = [path for path in paths if path[2][at] == best]
@@ -74,15 +76,19 @@ def vote(paths: Sequence[Path], length: int) -> Draft:
 def paths_of(
     voters: Sequence[Voters], last: Sequence[int], length: int, more: Sequence[int] = ()
 ) -> list[Path]:
-    """What followed the weightiest places; a single one needs no weight.
+    """The tokens that followed the places with the most weight.
 
-    voters: the longest match first. last: what they match, the nearest token first. more: tokens
-    after the text's end.
+    Args:
+        voters: places, the longest match first.
+        last: the last tokens of the text, nearest first.
+        length: most tokens.
+        more: tokens after the end of the text.
     """
+    # A single place needs no weight.
     if len(voters) == 1 and len(voters[0][1]) == 1:
         match, (end,), source, _ = voters[0]
         return [(1.0, match, source.following(end, length, more))]
-    places = [(match, end, source) for match, ends, source, _ in voters for end in ends]
+    places = [(match, end, source) for match, positions, source, _ in voters for end in positions]
     weighed = list(zip(weigh(voters, last), places, strict=True))
     if len(weighed) > MOST_PATHS:
         weighed = sorted(weighed, key=itemgetter(0), reverse=True)[:MOST_PATHS]
@@ -93,37 +99,39 @@ def paths_of(
 
 
 def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
-    """The weight of each place's vote: by its match, by its surroundings, and by where it is."""
+    """The weight of each place's vote, by its match, its surroundings and its index."""
     longest = voters[0][0]
     weights: list[float] = []
-    for match, ends, source, weight in voters:
+    for match, positions, source, weight in voters:
+        # 2^(5 (match - longest)) * weight of the index
         alone = ldexp(weight, LENGTH_LOG2 * (match - longest))
         if match >= CLEAR_MATCH:
-            weights += [alone] * len(ends)
+            weights += [alone] * len(positions)
             continue
         reach, ids = match + SURROUNDINGS, source.ids
         shared_with = set(last[match:reach]).intersection
-        for end in ends:
+        for end in positions:
             around = ids[end - reach if end > reach else 0 : end - match]
+            # 2^(number of different tokens around the place that are also around the end of the
+            # text)
             weights.append(alone * 2.0 ** len(shared_with(around)))
     return weights
 
 
 def evidence_of(paths: Sequence[Path], share: float) -> Evidence:
-    """Evidence of a token that places vote for, with its share of their weight."""
     return _same(max(map(MATCH, paths)), share, len(paths))
 
 
 @lru_cache(maxsize=4096)
 def _same(match: int, share: float, num_places: int) -> Evidence:
-    """One object for the same evidence: the same few come up over and over."""
+    """One cached object for equal evidence."""
     return Evidence(match, share_class(share), places_class(num_places))
 
 
-MOST_PLACES = 24  # places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass
-FEWER_PLACES = 4  # of those places, the ones that match shorter than the longest; 8 gain nothing
+MOST_PLACES = 24  # most places of each index; 20 lose 0.1 to 0.2% of the tokens per pass
+FEWER_PLACES = 4  # most of these with a shorter match than the longest; 8 gain nothing
 WITHIN = 1  # tokens by which a match may be shorter than the longest match and still vote
-MEMORY_WEIGHT = 0.3  # of a place in a memory, to one of equal match in the text itself
+MEMORY_WEIGHT = 0.3  # weight of a place in a memory; an equal match in the text has 1
 
 
 @dataclass(frozen=True)
@@ -153,11 +161,12 @@ class SuffixDrafter(Drafter):
         require_cap(self)
         require(self, 1 <= self.min_match <= 64, "min_match", "an int from 1 to 64")
         if self.memory is not None:
+            # The dataclass is frozen.
             object.__setattr__(self, "memory", as_memory(self.memory))
 
     @property
     def key(self) -> str:
-        """Its options, and whether it remembers; not what."""
+        """The options of the drafter. The contents of the memory are not part of it."""
         kind = "a memory" if self.memory is not None else "no memory"
         options = f"{kind}, num_draft={self.num_draft}, min_match={self.min_match}"
         return f"{type(self).__module__}.{type(self).__name__}({options})"
@@ -167,11 +176,11 @@ class SuffixDrafter(Drafter):
         self.memory_of(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Index `prompt` [n], and take the memory as it is now."""
+        """Index `prompt` [n]. Texts that enter the memory later are not used."""
         return LookUpSession(SuffixIndex(self, prompt, self.memory_of(context)))
 
     def memory_of(self, context: DraftContext) -> Memory | None:
-        """The memory for a target; raises TokenizerMismatchError as `check`."""
+        """The memory for a target. Raises TokenizerMismatchError."""
         memory = self.memory.of(context) if isinstance(self.memory, Memory) else None
         if memory and context.vocab_size and memory.largest_token >= context.vocab_size:
             raise TokenizerMismatchError(
@@ -182,7 +191,7 @@ class SuffixDrafter(Drafter):
 
 
 class SuffixIndex(TextIndex):
-    """The places of one text, and those of the memory as it was at the beginning."""
+    """The places of one text, and the places of the memory at the beginning."""
 
     def __init__(self, config: SuffixDrafter, prompt: Sequence[int], memory: Memory | None) -> None:
         self._config = config
@@ -197,32 +206,30 @@ class SuffixIndex(TextIndex):
         self._longest = config.num_draft or sys.maxsize
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """Copy up to `limit` tokens from the places that match best."""
         paths, length = self.paths(limit, more)
         return vote(paths, length) if paths else NO_DRAFT
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Write the text on: a place for each of the tokens [n]."""
         self._text.append(tokens)
 
     def close(self, length: int) -> None:
-        """Remember what was written, up to `length` tokens of prompt and output."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            written = 0 if memory.remember_prompts else self._num_prompt
-            memory.add(self._text.ids[written:length])
+            start = 0 if memory.remember_prompts else self._num_prompt
+            memory.add(self._text.ids[start:length])
 
     def paths(self, limit: int, more: Sequence[int] = ()) -> tuple[list[Path], int]:
-        """What followed the places that match best, and how long a draft of it may be."""
+        """The tokens after the places that match best, and the largest draft length."""
         context, length = self._text.context(more), min(limit, self._longest)
         least = self._config.min_match
-        voters: list[Voters] = []  # the longest match first
+        voters: list[Voters] = []
         for source, weight in self._sources if length > 0 else ():
             rings = source.nearest(context, MOST_PLACES, WITHIN, least, FEWER_PLACES)
             if rings:
+                # Later indexes need no places that would be dropped below.
                 least = max(least, rings[0][0] - WITHIN)
-                for match, ends in rings:
-                    voters.append((match, ends, source, weight))
+                for match, positions in rings:
+                    voters.append((match, positions, source, weight))
         voters.sort(key=itemgetter(0), reverse=True)
         while voters and voters[-1][0] < least:
             voters.pop()

@@ -1,4 +1,4 @@
-"""The thought before an answer, known by its tokens: where it ends."""
+"""Find the end of the thought before an answer, by its tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Mark = tuple[int, ...]
-"""Token ids of a mark, which stand one after another."""
+"""Consecutive token ids of a mark."""
 
 
 @dataclass(frozen=True)
@@ -15,20 +15,20 @@ class Thought:
 
     Attributes:
         closes: the tokens that end the thought.
-        opens: the tokens with which the model may open a thought; empty if the prompt opened it.
-        calls: the tokens that begin a tool call, which ends a thought as well; empty for none.
-        ends: the end tokens, with which a thought before an answer cannot end.
+        opens: the tokens with which the model may open a thought. Empty if the prompt opened it.
+        calls: the tokens that begin a tool call, which ends a thought as well. Empty for none.
+        eos_ids: end tokens. A thought before an answer cannot end with them.
     """
 
     closes: Mark
     opens: Mark = ()
     calls: Mark = ()
-    ends: Mark = ()
+    eos_ids: Mark = ()
 
     def answer_start(self, text: Sequence[int]) -> int | None:
-        """Return how many tokens of a text stand before its answer; None while it is a thought.
+        """Number of tokens before the answer, or None if the text is still a thought.
 
-        A text that begins with other tokens than `opens` is an answer. A call is part of an answer.
+        A text that does not begin with `opens` is an answer. A call is part of an answer.
         """
         head = tuple(text[: len(self.opens)])
         if head != self.opens:
@@ -46,7 +46,7 @@ class Thought:
 
 
 def find(mark: Mark, text: Sequence[int], start: int) -> int | None:
-    """Return where a mark stands first in a text, from `start` on; None if it does not."""
+    """Index of the first occurrence of a mark in a text from `start` on, or None."""
     try:
         while mark:
             start = text.index(mark[0], start)

@@ -113,7 +113,6 @@ __all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name when it is first used."""
     if name in _PLACES:
         return getattr(_import_module(f".{_PLACES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """`python -m specdec_mlx.lab NAME`: folders and texts of the trained pair.
 
-`target`, `draft`, `mtp`, `eagle3`, `medusa` and `exit` print folders; `prompts` openings that
-neither was trained on, for `specdec-mlx bench`; `texts` and `held-out` what was trained on and held
-out, as `.jsonl` for `specdec-mlx train`.
+`target`, `draft`, `mtp`, `eagle3`, `medusa` and `exit` print folders. `prompts` prints openings for
+`specdec-mlx bench`, on which neither model was trained. `texts` and `held-out` print the training
+texts and the held-out texts as `.jsonl` for `specdec-mlx train`.
 """
 
 import argparse
@@ -16,7 +16,6 @@ TEXTS = ("texts", "held-out")
 
 
 def main() -> None:
-    """Print a folder, prompts or texts."""
     parser = argparse.ArgumentParser(prog="python -m specdec_mlx.lab", description=__doc__)
     parser.add_argument("which", choices=[*FOLDERS, *HEADS, *TEXTS, "prompts"])
     which = parser.parse_args().which

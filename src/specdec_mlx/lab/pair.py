@@ -1,4 +1,4 @@
-"""The folders of the pair and of its heads, and what is loaded from them."""
+"""Folders of the trained pair and its heads, and functions that load them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Pair(NamedTuple):
     tokenizer: Any
 
     def __repr__(self) -> str:
-        """Number of parameters of both."""
         models = {"target": self.target, "draft": self.draft}
         sizes = [
             f"{name} {sum(x.size for _, x in tree_flatten(model.parameters())):,}"
@@ -49,7 +48,7 @@ class Pair(NamedTuple):
 
 
 def load_pair() -> Pair:
-    """Both models in float32, and their tokenizer as `mlx_lm.load` gives it; no download."""
+    """Load both models in float32, and their tokenizer, without a download."""
     target, tokenizer = mlx_lm.load(str(target_path()))[:2]
     return Pair(target, mlx_lm.load(str(draft_path()))[0], tokenizer)
 
@@ -60,34 +59,36 @@ def target_path() -> Path:
 
 
 def draft_path() -> Path:
-    """Folder of the draft model."""
+    """Folder of the draft model, like `target_path`."""
     return unpacked(PACKED / "draft")
 
 
 def head(kind: str, target: nn.Module) -> Drafter:
-    """A trained head as a drafter for the pair's target; raises UnknownNameError."""
+    """Load a trained head as a drafter for the pair's target. Raises UnknownNameError."""
     return load_head(head_path(kind), target)
 
 
 def head_path(kind: str) -> Path:
-    """Folder of a trained head, a name of HEADS; raises UnknownNameError for another."""
+    """Folder of a trained head. `kind` is a name of HEADS, otherwise raises UnknownNameError."""
     if kind not in HEADS:
         raise UnknownNameError(f"The lab has no head {kind!r}: expected {', '.join(HEADS)}.")
     return unpacked(PACKED / "heads" / kind)
 
 
 def unpacked(packed: Path) -> Path:
-    """The folder in float32, in the cache, else temporary; written on the first call."""
+    """The folder in float32, in the cache or a temporary folder. The first call writes it."""
+    # The checksum gives other weights another folder.
     within = Path("lab", f"{zlib.crc32((packed / WEIGHTS).read_bytes()):08x}", packed.name)
     folder = cache_root() / within
     if folder.exists():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # The folder is renamed when it is complete.
         part = Path(tempfile.mkdtemp(dir=folder.parent))
     except OSError:
-        own = Path(_of_this_process().name) / within
-        return own if own.exists() else unpack(packed, own)
+        temporary = Path(_of_this_process().name) / within
+        return temporary if temporary.exists() else unpack(packed, temporary)
     try:
         return unpack(packed, part).rename(folder)
     except OSError:
@@ -98,7 +99,6 @@ def unpacked(packed: Path) -> Path:
 
 
 def unpack(packed: Path, folder: Path) -> Path:
-    """Write a folder of the package in float32, and return it."""
     shutil.copytree(packed, folder, ignore=shutil.ignore_patterns(WEIGHTS), dirs_exist_ok=True)
     stored: Any = mx.load(str(packed / WEIGHTS))
     weights = {
@@ -116,7 +116,7 @@ def _of_this_process() -> tempfile.TemporaryDirectory[str]:
 
 
 def held_out_openings() -> Iterator[tuple[str, int, str]]:
-    """Name, number and text of two pieces of each held-out topic, its start and its middle."""
+    """Name, number and text of the start and the middle of each held-out topic."""
     for name in HELD_OUT:
         text = topics[name]
         for i, start in enumerate((0, len(text) // 2)):
@@ -124,14 +124,14 @@ def held_out_openings() -> Iterator[tuple[str, int, str]]:
 
 
 def split_topics() -> tuple[list[str], list[str]]:
-    """Documents to train on and documents held out; no paragraph of some length stands twice."""
+    """Documents to train on and documents to hold out, without long repeated paragraphs."""
     held_out = [topics[name] for name in HELD_OUT]
     seen = {paragraph for text in held_out for paragraph in text.split("\n\n")}
     trained = []
     for name in sorted(topics.keys() - set(HELD_OUT)):
         paragraphs = topics[name].split("\n\n")
-        kept = [p for p in paragraphs if len(p) < SHORTEST_QUOTE or p not in seen]
+        new_paragraphs = [p for p in paragraphs if len(p) < SHORTEST_QUOTE or p not in seen]
         seen.update(paragraphs)
-        if sum(map(len, kept)) >= SHORTEST_QUOTE:
-            trained.append("\n\n".join(kept))
+        if sum(map(len, new_paragraphs)) >= SHORTEST_QUOTE:
+            trained.append("\n\n".join(new_paragraphs))
     return trained, held_out

@@ -80,15 +80,15 @@ class Plot(Figure):
 
 
 def axes_or_new(ax: Axes | None, size: tuple[float, float] = PANEL) -> Axes:
-    """The axes given, or those of a new plot of this size in inches."""
+    """These axes, or the axes of a new plot with a size in inches."""
     return Plot(figsize=size).add_subplot() if ax is None else ax
 
 
 @styled
 def label_axes(ax: Axes, title: str, x: str, y: str) -> Figure:
-    """Write the title and the axes' names with their units; returns the figure.
+    """Set the title and the names of the axes with their units.
 
-    The figure is a `Plot`, unless the axes were the caller's.
+    Returns the figure, which is a `Plot` unless the caller gave the axes.
     """
     ax.set(title=title, xlabel=x, ylabel=y)
     assert isinstance(ax.figure, Figure)
@@ -97,13 +97,13 @@ def label_axes(ax: Axes, title: str, x: str, y: str) -> Figure:
 
 @styled
 def finish(ax: Axes, title: str, x: str, y: str, /, **options: Any) -> Figure:
-    """`label_axes`, and the legend with matplotlib's options; returns the figure."""
+    """Add a legend with matplotlib's options, and call `label_axes`."""
     ax.legend(**options)
     return label_axes(ax, title, x, y)
 
 
 def plot_stats(stats: SpeculationStats) -> Plot:
-    """Accept histogram, acceptance by position, and tokens per pass over time."""
+    """Draw the accept histogram, the acceptance by position, and tokens per pass over time."""
     drawings = (accept_histogram, acceptance_by_position, tokens_over_time)
     plot = Plot(figsize=(2 * PANEL[0], PANEL[1]))  # not wider than a notebook
     for draw, ax in zip(drawings, plot.subplots(1, len(drawings)), strict=True):
@@ -113,7 +113,7 @@ def plot_stats(stats: SpeculationStats) -> Plot:
 
 @styled
 def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
-    """Rounds that drafted, by the number of draft tokens that were accepted."""
+    """Draw the rounds with a draft, by the number of accepted tokens."""
     ax = axes_or_new(ax)
     counts = Counter(accepted for drafted, accepted in stats.rounds if drafted)
     ranges = [range(1), *position_ranges(max(counts, default=0))]
@@ -126,7 +126,7 @@ def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
 
 
 def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
-    """Share of the rounds that drafted a position in which it was accepted, 95% intervals."""
+    """Draw the acceptance at each position of a draft, with 95% intervals."""
     ax = axes_or_new(ax)
     counts = acceptance_in_ranges(stats)
     shares = [wilson(*of_range) for of_range in counts.values()]
@@ -137,7 +137,7 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
 
 
 def names_of(ranges: Iterable[range]) -> list[str]:
-    """Names of ranges of numbers, on two lines where they are long."""
+    """Labels of ranges, on two lines if they are long."""
     return [range_label(numbers).replace(" to ", "\n–") for numbers in ranges]
 
 
@@ -148,17 +148,26 @@ def draw_intervals(
     sideways: bool = False,
     **look: Any,
 ) -> None:
-    """Draw estimates (value, low, high) with their intervals; sideways: values along the x axis."""
+    """Draw estimates with their intervals.
+
+    Args:
+        ax: where to draw.
+        at: place of each estimate on the other axis.
+        estimates: (value, low, high) each.
+        sideways: True for values along the x axis.
+        **look: of matplotlib's `errorbar`.
+    """
     middle, low, high = np.array(estimates).reshape(-1, 3).T
-    ends = np.maximum(0, [middle - low, high - middle])
+    # Rounding may leave an estimate outside of its interval.
+    errors = np.maximum(0, [middle - low, high - middle])
     if sideways:
-        ax.errorbar(middle, at, xerr=ends, **look)
+        ax.errorbar(middle, at, xerr=errors, **look)
     else:
-        ax.errorbar(at, middle, yerr=ends, **look)
+        ax.errorbar(at, middle, yerr=errors, **look)
 
 
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
-    """Tokens per pass along the generation, in runs of rounds, and how many of them drafted."""
+    """Draw tokens per pass along the generation, and the share of rounds with a draft."""
     ax = axes_or_new(ax)
     rows = [(i, 1 + accepted, drafted > 0) for i, (drafted, accepted) in enumerate(stats.rounds)]
     runs = np.array_split(rows, min(MOST_RUNS, len(rows))) if rows else []
@@ -167,12 +176,13 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     ax.axhline(1, color=GREY, linewidth=1, linestyle=":", label="plain decoding")
     look: Any = {"color": ORANGE, "alpha": 0.3, "linewidth": 0}
     ax.fill_between(at, drafting, step="mid", label="share of rounds that drafted", **look)
+    # Leave room for the legend.
     ax.set_ylim(0, max([2.0, *tokens]) * 1.35)
     return finish(ax, "Along the generation", "round", "tokens per pass", loc="upper right")
 
 
 def cost_curve(cost: Any) -> Figure:
-    """c(m), a pass over m positions in plain steps. cost: a `bench.cost.CostCurve`."""
+    """Draw a `CostCurve`: c(m) of a pass over m positions, relative to a plain step."""
     ax = axes_or_new(None)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
     positions = [m for m in known if m <= MOST_POSITIONS]
@@ -185,10 +195,14 @@ def cost_curve(cost: Any) -> Figure:
 
 
 def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "") -> Figure:
-    """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals.
+    """Draw the speed of each contender on each kind of text, relative to plain mlx-lm.
 
-    results: of a benchmark or a replay at one cost. ax: where to draw, a new plot if None. A
-    drafter is a colour, a draft length and rule a mark.
+    A colour is a drafter, and a mark is a draft length and a rule.
+
+    Args:
+        results: of a benchmark, or of a replay at a single cost.
+        ax: where to draw. None for a new plot.
+        title: of the legend.
     """
     others = [r for r in results if r.drafter != PLAIN and not r.session]
     others.sort(key=lambda r: r.drafter == MLX_LM_SPECULATION)
@@ -203,12 +217,12 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
     ax.axvline(1, color=GREY, linewidth=1.5, label="plain decoding")
     for i, way in enumerate(ways, start=1):
         drafter, length, rule = way
-        own = [r for r in others if r.key == way and r.ratio]
+        measured = [r for r in others if r.key == way and r.ratio]
         name = LEGENDS.get(drafter, drafter), length and f"K = {length}", rule if has_rules else ""
         draw_intervals(
             ax,
-            [categories.index(r.category) + i * step for r in own],
-            [(r.ratio, r.ratio_low, r.ratio_high) for r in own],
+            [categories.index(r.category) + i * step for r in measured],
+            [(r.ratio, r.ratio_low, r.ratio_high) for r in measured],
             sideways=True,
             fmt=marks[way[1:]],
             color=colours[drafter],
@@ -228,12 +242,12 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
 
 
 def cycled(looks: Sequence[str], keys: Iterable[Any]) -> dict[Any, str]:
-    """A look for each different key, from the first on again where they run out."""
+    """A look for each different key. The looks repeat if there are not enough."""
     return dict(zip(dict.fromkeys(keys), cycle(looks), strict=False))
 
 
 def power_of_check(parts: Sequence[Any]) -> Figure:
-    """Chance that a check would have found each of the named faults. parts: of its report."""
+    """Draw the probability that a check finds each named fault. `parts` are of its report."""
     powers = {
         f"{part.name}: {fault}": power
         for part in parts

@@ -34,7 +34,13 @@ and earlier rounding has moved the caches. A heuristic."""
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """Result of `probe`. caches: classes and how each rolls back. window: tokens, or None."""
+    """Result of `probe`.
+
+    Attributes:
+        caches: classes, and how each rolls back.
+        window: tokens of the longest window, or None.
+        rows: a report for each place and width.
+    """
 
     caches: tuple[str, ...]
     window: int | None
@@ -42,14 +48,14 @@ class ProbeReport:
 
     @property
     def exact(self) -> bool:
-        """True if several positions at once are as good as one by one everywhere."""
+        """True if passes over several positions are as good as single steps everywhere."""
         return all(row.exact for row in self.rows)
 
     @property
     def differences(self) -> list[float]:
-        """How far rounding moves a logit, in each place where drafts are verified with rounding.
+        """Rounding of a logit, at each place where drafts are verified with rounding.
 
-        It is measured on single passes, so that no fault of a wide one adds to it.
+        It is measured in single passes, so a fault in a wide pass does not add to it.
         """
         return [row.rounding for row in self.rows if row.exact and not row.bitwise]
 
@@ -74,10 +80,15 @@ class ProbeReport:
 def probe(
     model: nn.Module, widths: Sequence[int] = WIDTHS, past_window: bool = True
 ) -> ProbeReport:
-    """Compare passes over several positions with single ones, wherever a model may change.
+    """Compare passes over several positions with single passes, wherever a model may change.
 
-    widths: positions a pass. Three texts at the model's start and one at each further place, each
-    of about 13 passes, or 40 where they are not bitwise the same, and a prefill of the window.
+    Three texts are compared at the model's start, and one at each other place. A text takes about
+    13 passes, or 40 if they are not bitwise equal, and a prefill of the window.
+
+    Args:
+        model: the model.
+        widths: positions of each pass.
+        past_window: probe past the window too.
     """
     places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
     rows = [row for place in places for row in _probed(model, place, widths)]
@@ -88,7 +99,7 @@ def probe(
 
 
 def _probed(model: nn.Module, place: ProbePoint, widths: Sequence[int]) -> list[WidthReport]:
-    """For each width the worst of several texts; a text with a fault is the last."""
+    """The worst of several texts for each width. A text with a fault ends the probe."""
     texts: list[list[WidthReport]] = []
     for text in range(num_texts_at(place)):
         reports, passes = compare(model, place, widths, text)
@@ -109,8 +120,9 @@ def _probed(model: nn.Module, place: ProbePoint, widths: Sequence[int]) -> list[
 
 
 def logit_rounding(passes: SinglePasses) -> float:
-    """How far a logit moves where all that modules are handed moves within its last place."""
+    """Change of a logit if each input of a module changes in its last place."""
     differences = []
+    # Random changes of one unit in the last place imitate another order of sums.
     for key, run in enumerate(passes.alone(passes.start)):
         moved = arrivals(passes.model, run, shaken({}, 1.0, key))[LOGITS]
         differences.append(largest_difference(moved, passes.rows[key][LOGITS]))
@@ -118,5 +130,5 @@ def logit_rounding(passes: SinglePasses) -> float:
 
 
 def near_tie(differences: Iterable[float]) -> float:
-    """Logits no further apart may change places by rounding, which makes such `differences`."""
+    """Gap below which rounding may exchange two logits, given such `differences`."""
     return max([LEAST_TIE, *(TIE_FACTOR * difference for difference in differences)])

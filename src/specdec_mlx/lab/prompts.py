@@ -1,4 +1,4 @@
-"""Prompts with a category each: our own, and those of a file."""
+"""Built-in prompts, and prompts of a file. Each has a category."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ Item = TypeVar("Item")
 
 
 class Prompt(NamedTuple):
-    """One user message. id: unique name. category: results are reported per category."""
+    """A user message.
+
+    Attributes:
+        id: unique name.
+        category: group for which results are reported.
+        text: the message.
+    """
 
     id: str
     category: str
@@ -22,10 +28,15 @@ class Prompt(NamedTuple):
 
 
 class RecordedText(Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt as the model reads it, and its text by plain decoding where that is known.
+    """A prompt, and its text by plain decoding if it is known.
 
-    prompt, generated: token ids, the former with the chat template. session: its conversation, or
-    "". top_tokens: [m, top] the target's likeliest at each generated token, or [].
+    Attributes:
+        id: unique name.
+        category: group for which results are reported.
+        prompt: token ids with the chat template.
+        generated: token ids of the text.
+        session: name of the conversation, or "".
+        top_tokens: [m, top] the target's likeliest tokens at each generated token, or [].
     """
 
     id: str
@@ -37,10 +48,10 @@ class RecordedText(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_prompts(path: Path | str | None = None) -> list[Prompt]:
-    """Prompts of a JSON-lines file: `id`, `category`, and `turns` (the first is taken) or `prompt`.
+    """Prompts of a JSON-lines file with `id`, `category`, and `turns` or `prompt`.
 
-    None: our own, six kinds of work, from much repetition of the prompt to none. Raises ValueError
-    with the number of the line that is none.
+    The first of `turns` is used. None reads the built-in prompts, which are six kinds of work with
+    more or less repetition. ValueError has the number of a wrong line.
     """
 
     def prompt(row: Any, number: int) -> Iterator[Prompt]:
@@ -56,9 +67,9 @@ def read_prompts(path: Path | str | None = None) -> list[Prompt]:
 
 
 def messages_of(line: Any) -> list[dict[str, str]]:
-    """The messages before an answer: a question, the first of `turns`, `prompt`, or `messages`.
+    """The messages before an answer, from a question, `turns`, `prompt` or `messages`.
 
-    An answer at the end of `messages` is left out. Raises TypeError for anything else.
+    A final answer in `messages` is left out. Raises TypeError for anything else.
     """
     match line:
         case {"turns": [str(text), *_]} | {"prompt": str(text)} | str(text):
@@ -71,7 +82,7 @@ def messages_of(line: Any) -> list[dict[str, str]]:
 def read_lines(
     path: Path | str, read: Callable[[Any, int], Iterable[Item]], expected: str
 ) -> list[Item]:
-    """Items that `read` makes of each line's object and number; ValueError for a wrong line."""
+    """Items that `read` makes of each line and its number. ValueError for a wrong line."""
     items: list[Item] = []
     for number, line in json_lines(path):
         try:
@@ -87,7 +98,10 @@ def read_lines(
 def choose(
     prompts: Sequence[Any], categories: Sequence[str] | None = None, per_category: int | None = None
 ) -> list[Any]:
-    """At most so many prompts or tasks of each category, evenly spread; ValueError for unknown."""
+    """Choose at most `per_category` prompts of each category, evenly spread.
+
+    Raises ValueError for an unknown category.
+    """
     known = dict.fromkeys(prompt.category for prompt in prompts)
     wanted = known if categories is None else categories
     if unknown := set(wanted) - set(known):
@@ -98,21 +112,21 @@ def choose(
 
 
 def spread(items: list[Any], count: int | None) -> list[Any]:
-    """`count` of the items at equal distances, from the first on; all if None."""
     if count is None or count >= len(items):
         return items
+    # floor(i n / count) for i = 0 ... count - 1
     return [items[i * len(items) // count] for i in range(count)]
 
 
 def encode_chat(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of one user message in the model's chat template, if it has one."""
+    """Token ids of a user message in the model's chat template, if there is a template."""
     return encode_messages(tokenizer, [{"role": "user", "content": text}])
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a conversation in the chat template, the answer about to begin.
+    """Token ids of a conversation in the chat template, where the answer comes next.
 
-    Without a template it is the messages' contents, with blank lines between them.
+    Without a template, the contents of the messages are joined by blank lines.
     """
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode("\n\n".join(message["content"] for message in messages)))

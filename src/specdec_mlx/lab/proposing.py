@@ -12,7 +12,13 @@ from specdec_mlx.draft_length.value import Fixed
 
 
 def proposing(session: Session, key: str) -> Callable[[int], Draft]:
-    """The way to a session's drafts outside of the loop; key: of its drafter."""
+    """A function that drafts from a session outside of the loop.
+
+    Args:
+        session: drafts.
+        key: of the session's drafter.
+    """
+    # A session that is its own single source needs no selection.
     if session.groups(key) == [[(key, session)]]:
         return session.propose
     stream = mx.default_stream(mx.default_device())

@@ -16,20 +16,19 @@ Table = tuple[list[str], list[tuple[str, ...]], int]
 
 
 def or_dash(value: float | None, digits: int = 2) -> str:
-    """A number with so many decimals; a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def table_of(items: Sequence[Any], text: Columns, numbers: Columns) -> Table:
-    """A row for each item; columns that are dashes from top to bottom are left out."""
     cells = {name: [cell(item) for item in items] for name, cell in (text | numbers).items()}
+    # A benchmark without a rule or an interval has no such column.
     filled = {name: column for name, column in cells.items() if {*column} - {"-"}}
     rows = list(zip(*filled.values(), strict=True))
     return [*filled], rows, len(filled.keys() & text.keys())
 
 
 def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], num_text_columns: int) -> str:
-    """A table whose first `num_text_columns` stand to the left; numbers stand to the right."""
+    """A table whose first `num_text_columns` are aligned left, and whose others are right."""
     lines = []
     for tag, cells in (("th", header), *(("td", row) for row in rows)):
         line = ""
@@ -43,7 +42,7 @@ def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], num_text_co
 def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
 ) -> str:
-    """Table with aligned columns: the first so many are text, the others numbers."""
+    """A table with aligned columns, of which the first `num_text_columns` are text."""
     columns = []
     for i, cells in enumerate(zip(header, *rows, strict=True)):
         width = max(3, *map(len, cells))

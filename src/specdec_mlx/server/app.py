@@ -51,8 +51,8 @@ from specdec_mlx.server.requests import (
     Transcript,
     UnavailableError,
 )
+from specdec_mlx.server.served_requests import Ticket
 from specdec_mlx.server.status import METRICS_TYPE, Totals
-from specdec_mlx.server.tickets import Ticket
 from specdec_mlx.server.tokens import apply_template, detokenize, tokenize
 
 LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
@@ -126,7 +126,6 @@ class Endpoints:
         self.large_body = asyncio.Lock()
 
     def app(self) -> Starlette:
-        """The routes."""
         posts = {
             **dict.fromkeys(WIRES, self.answer),
             **dict.fromkeys(TOKENS, self.read_tokens),
@@ -150,15 +149,12 @@ class Endpoints:
         return Starlette(routes=routes, middleware=[answering], exception_handlers=handlers)
 
     async def page(self, request: Request) -> Response:
-        """The status page."""
         return HTMLResponse(self.totals.page(self.gauges()))
 
     async def metrics(self, request: Request) -> Response:
-        """The totals for Prometheus."""
         return Response(self.totals.metrics(self.gauges()), media_type=METRICS_TYPE)
 
     def gauges(self) -> dict[str, int]:
-        """Numbers of requests that are served, and that wait."""
         return {"running": self.engine.running, "waiting": self.engine.waiting}
 
     async def health(self, request: Request) -> Response:
@@ -177,18 +173,16 @@ class Endpoints:
         raise RequestError(words, status=HTTPStatus.UPGRADE_REQUIRED)
 
     async def models(self, request: Request) -> Response:
-        """The models that may be named."""
         models = await run_in_threadpool(self.engine.models.listed)
         entries = [model_entry(request, model) for model in models]
         if wire_of(request) is CHAT:
             return json_response({"object": "list", "data": entries})
         ids = [model["id"] for model in models]
-        ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
-        return json_response({"data": entries, "has_more": False, **ends})
+        first_and_last = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
+        return json_response({"data": entries, "has_more": False, **first_and_last})
 
     async def model(self, request: Request) -> Response:
-        """The model on the path."""
-        model = await run_in_threadpool(self.engine.models.named, request.path_params["name"])
+        model = await run_in_threadpool(self.engine.models.find_entry, request.path_params["name"])
         return json_response(model_entry(request, model))
 
     async def unload(self, request: Request) -> Response:
@@ -209,7 +203,6 @@ class Endpoints:
         return json_response(content)
 
     async def answer(self, request: Request) -> Any:
-        """The reply to a request for texts."""
         return Answer(self.engine, self.totals, wire_of(request), await self.read(request))
 
     async def read(self, request: Request, **more: Any) -> ParsedBody:
@@ -237,12 +230,14 @@ class Endpoints:
 class Inbox:
     """Events on their way from the engine's thread to the task of a connection.
 
-    is_streamed: the task is woken for each piece of text, and not only for news of the whole.
+    Args:
+        is_streamed: the task wakes for each piece of text, and not only for news of the whole text.
     """
 
     def __init__(self, *, is_streamed: bool) -> None:
         self._is_streamed = is_streamed
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
+        # A deque needs no lock: the engine only appends, and the task only pops.
         self._events = deque[tuple[int, Event]]()
         self._is_woken = self._has_hung_up = False
         self._alarm: asyncio.TimerHandle | None = None
@@ -272,8 +267,10 @@ class Inbox:
         await self._ready.wait()
         if self._has_hung_up:
             raise HungUpError
+        # Cleared before the events are taken, so that a later event wakes the task again.
         self._ready.clear()
         self._is_woken = False
+        # A fixed number, because the engine may append without end.
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def _ring(self) -> None:
@@ -295,7 +292,6 @@ class Answer:
         self.ended: list[Ended] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the texts, and send them."""
         inbox = Inbox(is_streamed=self.parsed.stream)
         tickets: list[Ticket] = []
         watch = asyncio.create_task(inbox.watch(receive))
@@ -305,27 +301,28 @@ class Answer:
             if self.parsed.stream:
                 await self.stream(inbox, send)
             else:
-                response = await self.whole(inbox)
+                response = await self.build_response(inbox)
                 await response(scope, receive, send)
         except HungUpError:
             seconds = monotonic() - self.began_at
             logging.info(f"{self.parsed.model}: client hung up after {seconds:.1f} s.")
         finally:
+            # After an error too: texts without a reader would take the engine's time.
             watch.cancel()
             for ticket in tickets:
                 ticket.cancel()
 
-    async def whole(self, inbox: Inbox) -> Response:
-        """The reply once all is written."""
+    async def build_response(self, inbox: Inbox) -> Response:
         texts = [Transcript() for _ in self.parsed.requests]
         while self.num_open:
             for choice, event in self.counted(await inbox.take()):
                 texts[choice].add(event)
-        return json_response(self.wire.reply(self.parsed).whole(texts))
+        return json_response(self.wire.reply(self.parsed).build(texts))
 
     async def stream(self, inbox: Inbox, send: Send) -> None:
         """Send events as they come; the error after the first is the stream's last event."""
         clock, reply = asyncio.get_running_loop().time, self.wire.reply(self.parsed)
+        # Before the first byte an error can still have a status of its own.
         events = self.counted(await inbox.take(clock() + SILENCE))
         start = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
         await send(start)
@@ -370,14 +367,14 @@ class Answer:
 
 def account(ended: Sequence[Ended], seconds: float) -> str:
     """A line about a request: its model, tokens read, reused and written, and the time it took."""
-    reused = sum(text.num_cached for text in ended)
-    read = sum(text.num_prompt for text in ended) - reused
-    written = sum(text.num_written for text in ended)
+    num_reused = sum(text.num_cached for text in ended)
+    num_read = sum(text.num_prompt for text in ended) - num_reused
+    num_written = sum(text.num_written for text in ended)
     stats = [text.stats for text in ended if text.stats is not None]
     passes = sum(text_stats.target_passes for text_stats in stats)
     speed = sum(text_stats.emitted for text_stats in stats) / max(1, passes)
     return (
-        f"{ended[0].model}: {read} tokens read, {reused} reused, {written} written, "
+        f"{ended[0].model}: {num_read} tokens read, {num_reused} reused, {num_written} written, "
         f"{speed:.2f} a pass, {seconds:.1f} s"
     )
 
@@ -446,7 +443,6 @@ def wire_of(request: Request) -> Wire:
 
 
 def model_entry(request: Request, model: Object) -> Object:
-    """A model in the list of the request's protocol."""
     if wire_of(request) is CHAT:
         return {"object": "model", "owned_by": "specdec_mlx", **model}
     created = datetime.fromtimestamp(model["created"], UTC).isoformat()

@@ -74,7 +74,11 @@ def run(arguments: Sequence[str]) -> None:
 def serve(
     settings: ServerSettings, signals: Signals, listener: socket.socket | None = None
 ) -> None:
-    """Serve with these settings; see `run`. listener: has the port already."""
+    """Serve with these settings; see `run`.
+
+    Args:
+        listener: a socket that has the port already.
+    """
     import mlx.core as mx
 
     from specdec_mlx.server.engine import Engine
@@ -117,6 +121,7 @@ def bound(host: str, port: int) -> socket.socket:
         )
         family, kind, protocol, _, address = infos[0]
         listener = socket.socket(family, kind, protocol)
+        # The port of a server that has just ended can be used at once.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except (OSError, OverflowError) as error:
@@ -132,7 +137,6 @@ def address_of(host: str, port: int) -> str:
 
 
 def busy(host: str, port: int, error: Exception) -> PortError:
-    """The error for a port that cannot be listened on."""
     reason = getattr(error, "strerror", None) or error
     return PortError(f"Port {port} of {host} is not free ({reason}). Give another one by --port.")
 
@@ -175,6 +179,7 @@ def listen(
         server.should_exit = True
 
     try:
+        # Not earlier: a client would connect, and get no answer while the model is loaded.
         listener.listen()
     except OSError as error:  # another server took it while the model was loaded
         raise busy(settings.host, settings.port, error) from error
@@ -226,6 +231,7 @@ class Signals:
         now = time.monotonic()
         if self._come_at == inf:
             self._come_at = now
+            # The process may need longer to end than its user waits.
             watch = threading.Timer(LONGEST_END, self._leave_soon)
             watch.daemon = True
             watch.start()
@@ -234,15 +240,16 @@ class Signals:
             self._leave_soon()
 
     def _leave_soon(self) -> None:
-        """End the process, whatever other threads do."""
         keeper = threading.Thread(target=self.keep, daemon=True)
         keeper.start()
+        # A slow disk must not keep the process alive.
         keeper.join(KEEPING)
         os._exit(0)
 
     def leave(self) -> None:
         """End the process if a signal has come and all is kept: Python need not free anything."""
         if self._come_at < inf and self.may_leave:
+            # Everything that `os._exit` leaves out.
             atexit._run_exitfuncs()
             logging.shutdown()
             sys.stdout.flush()

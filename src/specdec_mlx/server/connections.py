@@ -24,12 +24,10 @@ class BoundedConnection(HttpToolsProtocol):
     _refusal: BodyError | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request."""
         super().connection_made(transport)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -43,7 +41,6 @@ class BoundedConnection(HttpToolsProtocol):
                 self._refuse(too_large())
 
     def on_message_begin(self) -> None:
-        """Begin to wait for the headers of a request."""
         super().on_message_begin()
         self._wait()
 
@@ -81,6 +78,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _refuse(self, error: BodyError) -> None:
         self._stop_waiting()
+        # A reply on its way is not mixed with another.
         is_between = self.cycle is None or self.cycle.response_complete
         if is_between and not self.transport.is_closing():
             lines = [
@@ -94,7 +92,6 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def too_large() -> BodyError:
-    """The error for headers with more than `MOST_BYTES`."""
     return BodyError(
         f"The headers of the request have more than {MOST_BYTES} bytes.",
         status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,

@@ -30,7 +30,7 @@ from specdec_mlx.memory.persistent import PersistentStore
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags
 from specdec_mlx.models.loading import explained
 from specdec_mlx.server.flags import DEFAULT_MODEL
-from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.requests import RequestError, TextRequest
 
 MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
@@ -46,10 +46,11 @@ class Drafters:
         self._specs = {drafter_name(spec): str(spec) for spec in self.choice.ordered}
         self._memory_of = lru_cache(MOST_MEMORIES)(lambda owner: Memory())
         for spec in self._specs.values():
+            # Drafters that need the target are made in `check`.
             if not (flags.waits_for_target and waits_for_model(spec)):
                 self.choice.make(spec)
 
-    def check(self, loaded: Loaded, *, is_default: bool) -> None:
+    def check(self, loaded: LoadedModel, *, is_default: bool) -> None:
         """Make the drafters of the flags for a model; raises ValueError if they do not fit it.
 
         A memory or a table must fit the model that was given at the start. It is left out for
@@ -57,6 +58,7 @@ class Drafters:
         """
         specs = self._specs_of(self._specs, loaded)
         drafters = [self._make(spec, loaded) for spec in specs.values()]
+        # Token ids of another tokenizer would only draft nonsense.
         for file in [*files_of(drafters), self.flags.remembered]:
             if file is not None:
                 if is_default:
@@ -66,7 +68,7 @@ class Drafters:
         for drafter in filter(None, drafters):
             drafter.check(context)
 
-    def choose(self, request: TextRequest, loaded: Loaded) -> tuple[Drafter | None, str]:
+    def choose(self, request: TextRequest, loaded: LoadedModel) -> tuple[Drafter | None, str]:
         """The drafter of a request, and its name; raises ValueError and MissingPackageError."""
         model = request.draft_model
         if model not in (None, DEFAULT_MODEL, self.choice.model.name) and loaded.sight is None:
@@ -85,7 +87,7 @@ class Drafters:
         ]
         return best_of(parts), "+".join(specs) or NO_DRAFTER
 
-    def _specs_of(self, names: Iterable[str], loaded: Loaded) -> dict[str, str]:
+    def _specs_of(self, names: Iterable[str], loaded: LoadedModel) -> dict[str, str]:
         """The specs of drafters by their names; raises UnknownNameError.
 
         A draft model cannot see pictures, so it does not draft for a model that sees them.
@@ -97,13 +99,13 @@ class Drafters:
         sees = loaded.sight is not None
         return {name: spec for name, spec in specs.items() if not (sees and waits_for_model(spec))}
 
-    def _make(self, spec: str, loaded: Loaded) -> Drafter | None:
+    def _make(self, spec: str, loaded: LoadedModel) -> Drafter | None:
         """The drafter of a spec, made once for each loaded model."""
         if spec not in loaded.drafters:
             loaded.drafters[spec] = self.choice.make(spec, loaded.model)
         return loaded.drafters[spec]
 
-    def _draft_model(self, name: str, loaded: Loaded) -> Drafter | None:
+    def _draft_model(self, name: str, loaded: LoadedModel) -> Drafter | None:
         """The drafter of a draft model or a head that a request names; the latest is kept.
 
         A head's files are read as safetensors only, because others are programs.

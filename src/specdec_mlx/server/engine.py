@@ -27,16 +27,16 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sequence import split_cache
-from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
+from specdec_mlx.server.prompt_echo import echo_prompt
 from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import PATIENCE, ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
-from specdec_mlx.server.tickets import GONE, ServedText, Ticket, prepare
-from specdec_mlx.server.writing import Writing, WritingAlone, shared_options
+from specdec_mlx.server.served_requests import GONE, ServedText, Ticket, prepare
+from specdec_mlx.server.writers import SingleWriter, Writer, shared_options
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
 # Seconds for the pass that is under way when the process ends, or a model that is being loaded, and
@@ -51,8 +51,6 @@ class Order(Enum):
 
 
 class Engine:
-    """Serves requests; see the module."""
-
     def __init__(self, models: Models, settings: ServerSettings) -> None:
         self.models, self.settings = models, settings
         self.ranks = ServerRanks()
@@ -66,6 +64,7 @@ class Engine:
             self.draft_caches = Prefixes(settings.prompt_cache_size)
         self.running = 0
         self._waiting: deque[Ticket] = deque()
+        # Requests that a client waits for. They fail when the server ends.
         self._tickets = WeakSet[Ticket]()
         self._unloading: deque[Future[None]] = deque()
         self._served_at = time.monotonic()  # the last request
@@ -75,12 +74,10 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests that nobody serves yet."""
         return len(self._waiting)
 
     @property
     def is_alive(self) -> bool:
-        """True if requests are served."""
         return self._thread.is_alive() and not self._is_ending
 
     def start(self) -> None:
@@ -97,16 +94,19 @@ class Engine:
         self._tickets.add(ticket)
         loaded = self.models.loaded
         if loaded is not None and loaded.fits(ticket.names, has_pictures=bool(request.pictures)):
+            # Tokenizing and compiling take seconds. In a thread they do not stop the texts that are
+            # written.
             Thread(target=self._prepare, args=(ticket, loaded), daemon=True).start()
         else:
             self._queue(ticket)
         return ticket
 
-    def _prepare(self, ticket: Ticket, loaded: Loaded) -> None:
+    def _prepare(self, ticket: Ticket, loaded: LoadedModel) -> None:
         """Prepare a request beside the texts that are written, and queue it."""
         try:
             ticket.preparation = prepare(ticket.request, loaded, self.settings)
         except Exception as error:
+            # Only an error of the request itself is sent to the client.
             if self.models.loaded is loaded:
                 ticket.fail(error)
                 return
@@ -116,6 +116,8 @@ class Engine:
     def _queue(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
         self._has_news.set()
+        # Looked up after the request is in the queue: an engine that ends meanwhile has not seen
+        # it.
         if not self.is_alive:
             ticket.fail(ServerEndingError())
 
@@ -170,6 +172,7 @@ class Engine:
         self._has_news.set()
 
     def _fail_all(self) -> None:
+        # A copy, because other threads add requests.
         for ticket in list(self._tickets):
             ticket.fail(ServerEndingError())
 
@@ -186,6 +189,7 @@ class Engine:
             while (ticket := self._next()) is not None:
                 self._serve(ticket)
         finally:
+            # Set first, so that `_queue` fails requests that come from now on.
             self._is_ending = True
             self._fail_all()
             while self._unloading:
@@ -200,7 +204,6 @@ class Engine:
             Flag().wait()
 
     def _forget(self) -> None:
-        """Free all caches."""
         self.prefixes.trim_to(0)
         self.draft_caches.trim_to(0)
 
@@ -222,6 +225,7 @@ class Engine:
 
     def _order(self) -> tuple[Ticket | None, Order]:
         """Wait for a request or an order, on the first rank."""
+        # Cleared before the queues are read, so that later news end the wait.
         self._has_news.clear()
         if not (self._waiting or self._unloading or self._is_ending):
             self._has_news.wait(PATIENCE if self.ranks.are_several else self._idle_for())
@@ -251,19 +255,19 @@ class Engine:
         """Serve a request, and those who join."""
         if (text := self._prepared(ticket)) is None:
             return
-        writing: Writing = WritingAlone(text, self.settings)
+        writer: Writer = SingleWriter(text, self.settings)
         try:
-            while writing.texts:
-                while self._waiting and writing.has_place and self._next_is_row():
+            while writer.texts:
+                while self._waiting and writer.has_place and self._next_is_row():
                     if (joining := self._prepared(self._waiting.popleft())) is not None:
-                        writing = writing.join(joining)
-                self.running = len(writing.texts)
-                writing.step()
+                        writer = writer.join(joining)
+                self.running = len(writer.texts)
+                writer.step()
                 if self._is_ending:
                     break
-            writing.close(ServerEndingError())
+            writer.close(ServerEndingError())
         except Exception as error:
-            writing.close(error)
+            writer.close(error)
         self.running = 0
         self._served_at = time.monotonic()
 
@@ -271,12 +275,13 @@ class Engine:
         """The text of a request, before its first token; None if there is nothing to write."""
         try:
             loaded = self.models.load(ticket.request)
+            # The ticket lives as long as its client. It must not keep a freed model.
             preparation, ticket.preparation = ticket.preparation, None
             if preparation is None or preparation.loaded is not loaded:
                 preparation = prepare(ticket.request, loaded, self.settings)
             text = ServedText(ticket, preparation, self.models, self.prefixes, self.draft_caches)
             if ticket.request.echo:
-                ticket.send([echo(text, self.settings.prefill_step_size)])
+                ticket.send([echo_prompt(text, self.settings.prefill_step_size)])
             if not text.has_ended:
                 return text
             text.end()
@@ -299,7 +304,7 @@ class Engine:
             return self.models.loaded_for(ticket.request) is loaded
         return False
 
-    def _warm_up(self, loaded: Loaded) -> None:
+    def _warm_up(self, loaded: LoadedModel) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""
         options = shared_options(loaded, self.settings)
         # raises for what cannot be quantized so

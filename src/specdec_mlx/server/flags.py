@@ -52,13 +52,18 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([MG]?B?)", re.ASCII | re.IGNORECASE)
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as 500MB; ValueError for anything else."""
-    if (found := _SIZE.fullmatch(text.strip())) is None or found[2].upper() not in SIZES:
+    if (match := _SIZE.fullmatch(text.strip())) is None or match[2].upper() not in SIZES:
         raise ValueError(f"expected a size such as 500MB or 20GB, got {text!r}")
-    return int(float(found[1]) * SIZES[found[2].upper()])
+    return int(float(match[1]) * SIZES[match[2].upper()])
 
 
 def flag(value: Any, words: str, group: str = "", *, is_secret: bool = False, **how: Any) -> Any:
-    """A setting with a flag of its name. value: where none is given. how: as argparse takes it."""
+    """A setting with a flag of its name.
+
+    Args:
+        value: default of the setting.
+        how: keyword arguments of argparse's `add_argument`.
+    """
     if isinstance(value, bool):
         how = {"action": "store_true", **how}
     elif value is not None:
@@ -69,18 +74,21 @@ def flag(value: Any, words: str, group: str = "", *, is_secret: bool = False, **
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What the command line says, with mlx-lm's names and defaults.
+    """The settings of the command line, with mlx-lm's names and defaults.
 
-    flags: of speculation. model, adapter_path: None for none, then each request names its own.
-    max_tokens: None for as many as fit. prompt_cache_bytes, prompt_cache_limit: of caches in
-    memory, and of their files in the folder `prompt_cache`. any_model_name: every name that is no
-    path, no folder and not in the Hugging Face cache is the given model.
+    Attributes:
+        model, adapter_path: None for none; then each request names a model.
+        max_tokens: None for as many as fit.
+        prompt_cache_bytes: of caches in memory.
+        prompt_cache_limit: bytes of the files in the folder `prompt_cache`.
+        any_model_name: a name that is no path, no folder and not in the Hugging Face cache stands
+            for the given model.
+        flags: of speculation.
     """
 
     model: str | None = flag(None, "Folder or Hugging Face name of the model.")
@@ -201,9 +209,9 @@ class ServerSettings:
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of a body for what a request leaves out, of the flags that are given."""
-        named = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
-        given = {"temperature": self.temp, **named}
-        return {name: value for name, value in given.items() if value is not None}
+        same_names = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
+        fields = {"temperature": self.temp, **same_names}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def check(self, request: TextRequest) -> None:
         """Raise RequestError for what a request may not bring along.
@@ -215,27 +223,28 @@ class ServerSettings:
             DEFAULT_MODEL,
             self.flags.choice.model.name,
         )
-        given_adapter = request.adapter in (None, self.adapter_path)
+        is_own_adapter = request.adapter in (None, self.adapter_path)
         if not may_draft:
             raise refused("draft_model", request.draft_model)
-        if self.request_models == GIVEN and not given_adapter:
+        if self.request_models == GIVEN and not is_own_adapter:
             raise refused("adapters", request.adapter)
         free = VARIABLES | ({"chat_template"} if self.allow_chat_templates else set())
-        if wrong := (template_arguments() - free) & request.template.keys():
+        if reserved := (template_arguments() - free) & request.template.keys():
             raise RequestError(
-                f"chat_template_kwargs: {', '.join(sorted(wrong))} cannot be set by a request. "
+                f"chat_template_kwargs: {', '.join(sorted(reserved))} cannot be set by a request. "
                 "A server that is started with --allow-chat-templates takes a chat_template."
             )
 
     def allows_model(self, name: str) -> bool:
         """True if a request may have this model loaded, or see it in the list."""
-        own = ("", DEFAULT_MODEL, self.model, str(Path(self.model or "").resolve()))
-        return self.request_models != GIVEN or name in own
+        started_with = ("", DEFAULT_MODEL, self.model, str(Path(self.model or "").resolve()))
+        return self.request_models != GIVEN or name in started_with
 
 
 @cache
 def template_arguments() -> Set[str]:
     """Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
+    # Imported here, because the import is slow.
     from transformers import PreTrainedTokenizerBase
 
     return signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
@@ -278,6 +287,7 @@ def complete(namespace: argparse.Namespace) -> None:
     if not isinstance(namespace.chat_template_args, dict):
         raise ValueError("argument --chat-template-args: expected a JSON object.")
     namespace.api_key = key_of(namespace.api_key, os.environ.get(KEY_VARIABLE))
+    # Only the user of this machine reaches a loopback address.
     namespace.request_models = namespace.request_models or (ANY if is_local else TARGETS)
     if namespace.any_model_name is None:
         namespace.any_model_name = is_local and namespace.model is not None

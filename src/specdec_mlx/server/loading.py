@@ -43,7 +43,7 @@ LONGEST_TEXT = 2**20  # positions for models whose configuration names none
 
 
 @dataclass(eq=False)
-class Loaded:
+class LoadedModel:
     """A loaded model.
 
     Attributes:
@@ -73,7 +73,6 @@ class Loaded:
 
     @property
     def names(self) -> tuple[str, str | None]:
-        """The names of the model and its adapter."""
         return self.name, self.adapter
 
     @property
@@ -97,14 +96,13 @@ class Loaded:
         sizes: list[int] = [config[name] for name in POSITIONS if isinstance(config.get(name), int)]
         if not sizes:
             return LONGEST_TEXT
+        # Scaled rotary positions reach further than the model was trained first.
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         original = scaling.get("original_max_position_embeddings") or sizes[0]
         return max(sizes[0], int(original * (scaling.get("factor") or 1)))
 
 
 class Loader:
-    """Reads models and tokenizers."""
-
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self._blind = set[str]()  # vision models that could not be read with their vision
@@ -116,7 +114,7 @@ class Loader:
         is_plain = self.settings.kv_bits is None and name not in self._blind
         return is_whole and is_plain and has_mlx_vlm() and is_vision_model(name)
 
-    def open(self, name: str, adapter: str | None, *, sees: bool) -> Loaded:
+    def open(self, name: str, adapter: str | None, *, sees: bool) -> LoadedModel:
         """A model whose files are all there. Its weights are read when they are evaluated.
 
         A model that is spread over ranks is read at once.
@@ -132,6 +130,7 @@ class Loader:
         with explained(name):
             try:
                 model, tokenizer, config, sight = self._read(name, adapter, sees)
+            # These say what to do. Other errors mean files that are no model's.
             except (ValueError, OSError):
                 raise
             except Exception as error:  # of files that only look like a model's
@@ -141,7 +140,7 @@ class Loader:
         paths = [path for folder in folders for path in sorted(folder.iterdir())]
         files = tuple(f"{path} {state_of(str(path))}" for path in paths)
         tokenizer, sampling = self._with_template(tokenizer), self._sampling_of(name)
-        return Loaded(name, adapter, model, tokenizer, config, files, sampling, sight)
+        return LoadedModel(name, adapter, model, tokenizer, config, files, sampling, sight)
 
     def _read(self, name: str, adapter: str | None, sees: bool) -> Any:
         """Model, tokenizer, configuration and sight.
@@ -189,6 +188,7 @@ class Loader:
         }
         group = mx.distributed.init()
         if group.size() == 1:
+            # Lazy, because the weights of two models may not fit into memory together.
             return mlx_lm.load(path_of(name), lazy=True, **options)
         pipeline_group = group if self.settings.pipeline else None
         return load_on_ranks(path_of(name), pipeline_group=pipeline_group, **options)
@@ -238,7 +238,6 @@ class Loader:
 
 
 def has_mlx_vlm() -> bool:
-    """True if mlx-vlm is installed."""
     return find_spec("mlx_vlm") is not None
 
 

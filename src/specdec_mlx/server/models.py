@@ -18,7 +18,7 @@ from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.models.loading import check_folder, explained, is_in_cache
 from specdec_mlx.server.drafting import NOT_HERE, Drafters
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
-from specdec_mlx.server.loading import Loaded, Loader
+from specdec_mlx.server.loading import LoadedModel, Loader
 from specdec_mlx.server.prefix_files import files_for
 from specdec_mlx.server.requests import RequestError, TextRequest
 
@@ -44,7 +44,7 @@ class Models:
         """Make what needs no target; raises ValueError and MissingPackageError for a wrong flag."""
         self.settings, self.flags = settings, settings.flags
         self.loader, self.drafters = Loader(settings), Drafters(settings.flags)
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedModel | None = None
         self.created = int(time.time())
 
     def names_of(self, request: TextRequest) -> Names:
@@ -75,6 +75,7 @@ class Models:
             return True
         folder = Path(name).expanduser()
         if folder.exists():
+            # The same folder may be spelled in several ways.
             return folder.resolve() == Path(default).expanduser().resolve()
         is_free = not name.startswith(PATH_STARTS) and not is_in_cache(name)
         return self.settings.any_model_name and is_free
@@ -99,12 +100,12 @@ class Models:
         takes_any = self.settings.any_model_name or self.settings.model is None
         return ModelFolderError(f"model: {NOT_HERE}{'' if takes_any or is_default else ANY_NAME}")
 
-    def load_default(self) -> Loaded:
+    def load_default(self) -> LoadedModel:
         """Load the model that was given at the start; raises the reason, which no client gets."""
         names = self.names_of(TextRequest())
         return self._replace(self.loader.open(*names, sees=False))
 
-    def load(self, request: TextRequest) -> Loaded:
+    def load(self, request: TextRequest) -> LoadedModel:
         """The model for a request, loaded; raises RequestError and ModelFolderError.
 
         The model before is freed once all files of this model were looked at.
@@ -121,10 +122,12 @@ class Models:
             opened = self.loader.open(*names, sees=sees)
         return self._replace(opened)
 
-    def _replace(self, loaded: Loaded) -> Loaded:
+    def _replace(self, loaded: LoadedModel) -> LoadedModel:
         """Free the model before, and read this model's weights; raises ValueError."""
+        # Checked before the model in use is freed, so that a wrong request costs nothing.
         self.drafters.check(loaded, is_default=loaded.name == self.settings.model)
         self.reset()
+        # Weights are read now, once the memory of the last model is free.
         mx.eval(loaded.model.parameters())
         loaded.has_rows = self.loader.can_hold_rows(loaded.model)
         loaded.prefix_files = files_for(loaded, self.settings)
@@ -139,14 +142,14 @@ class Models:
         if loaded is None:
             return
         loaded.closing.close()
-        # some of which are kept with what is known of it
+        # Known facts about a model keep some of its modules alive. Empty, they hold no weights.
         for part in list(loaded.model.modules()):
             part.clear()
+        # Modules and caches refer to each other in circles.
         gc.collect()
         mx.clear_cache()
 
     def unload(self) -> None:
-        """Free the model and its draft models; the next request loads them again."""
         self.drafters.choice.model.forget()
         self.reset()
 
@@ -156,7 +159,7 @@ class Models:
             loaded.closing.close()
         self.flags.save_memory()
 
-    def loaded_for(self, request: TextRequest) -> Loaded | None:
+    def loaded_for(self, request: TextRequest) -> LoadedModel | None:
         """The model for a request, if it is loaded; raises RequestError. Any thread may ask."""
         names, loaded = self.names_of(request), self.loaded
         return loaded if loaded is not None and loaded.names == names else None
@@ -187,7 +190,7 @@ class Models:
         names += filter(self.settings.allows_model, cached)
         return [self._entry(name, name) for name in dict.fromkeys(names)]
 
-    def named(self, name: str) -> dict[str, Any]:
+    def find_entry(self, name: str) -> dict[str, Any]:
         """The entry, by this name, of the model that a request with it gets.
 
         Raises RequestError and ModelFolderError for the name of no model that is here.

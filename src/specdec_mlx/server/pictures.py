@@ -60,7 +60,7 @@ def _replaced(text: str, new: Callable[[str], str]) -> str:
     """A text with something else in the place of each mark, made from what the mark holds."""
     before, *rest = text.split(_BEGIN)
     parts = [piece.partition(_END) for piece in rest]
-    return before + "".join(new(held) + after for held, _, after in parts)
+    return before + "".join(new(content) + after for content, _, after in parts)
 
 
 def take_pictures(request: TextRequest, can_see: Callable[[TextRequest], bool]) -> None:
@@ -79,9 +79,9 @@ def take_pictures(request: TextRequest, can_see: Callable[[TextRequest], bool]) 
         return
     sees, num_pixels = can_see(request), 0
 
-    def taken(held: str) -> str:
+    def take(content: str) -> str:
         nonlocal num_pixels
-        kind, _, source = held.partition(" ")
+        kind, _, source = content.partition(" ")
         if not sees:
             return unseen(kind)
         data = _data_of(source)
@@ -98,7 +98,7 @@ def take_pictures(request: TextRequest, can_see: Callable[[TextRequest], bool]) 
         return f"{_BEGIN}{digest}{_END}"
 
     for message, name in marked:
-        message[name] = _replaced(message[name], taken)
+        message[name] = _replaced(message[name], take)
 
 
 def _data_of(source: str) -> bytes:
@@ -123,6 +123,7 @@ def image_of(data: bytes) -> Any:
     from PIL import Image, ImageOps  # comes with mlx-vlm
 
     try:
+        # The size is checked before the pixels are decoded, which may be gigabytes.
         image = Image.open(BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width * height <= MOST_PIXELS:
@@ -136,17 +137,20 @@ def image_of(data: bytes) -> Any:
     )
 
 
-def named_only(text: str) -> str:
+def replace_pictures(text: str) -> str:
     """A rendered prompt whose pictures are named: its model turned out to see none."""
     return _replaced(text, lambda digest: unseen("image"))
 
 
 @dataclass(frozen=True)
 class SeenPrompt:
-    """A prompt with pictures. tokens: [n]. inputs: mlx-vlm's.
+    """A prompt with pictures.
 
-    keys: [n], the tokens, with numbers of the pictures themselves in the place of their tokens.
-    Two prompts have a prefix in common where their keys do.
+    Attributes:
+        tokens: [n].
+        keys: [n], the tokens, with numbers of the pictures in place of their tokens. Two prompts
+            share a prefix if their keys do.
+        inputs: mlx-vlm's.
     """
 
     tokens: list[int]
@@ -155,9 +159,10 @@ class SeenPrompt:
 
 
 class Sight:
-    """How pictures are put into the prompts of a vision model that is loaded.
+    """How pictures are put into the prompts of a loaded vision model.
 
-    takes_text: its template takes a message's content as text, and not only as a list of parts.
+    Attributes:
+        takes_text: the template takes the content of a message as text.
     """
 
     def __init__(self, model: VisionModel, processor: Any, tokenizer: Any) -> None:

@@ -33,7 +33,7 @@ from specdec_mlx.server.prefixes import Prefix, States, num_common, stateful
 
 if TYPE_CHECKING:
     from specdec_mlx.server.flags import ServerSettings
-    from specdec_mlx.server.loading import Loaded
+    from specdec_mlx.server.loading import LoadedModel
 
 OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
 PART = ".part-"  # begins the name of a file that is being written
@@ -41,10 +41,13 @@ HEADER = "prefix"  # name of our metadata in a file
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True):
-    """What a file says of itself.
+    """The metadata of a file.
 
-    points: positions of the states that are kept, ascending; None where the caches go back to any.
-    layers: caches of the text itself, before those of the states.
+    Attributes:
+        key: of the model that made the caches.
+        tokens: of the whole text.
+        points: ascending positions of the stored states; None if the caches can go back to any.
+        layers: number of the text's own caches, which come before the states.
     """
 
     key: str
@@ -73,8 +76,10 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
 class PrefixFiles:
     """Caches that one model made, a safetensors file for each conversation.
 
-    folder: that is there. key: of the model and all that its caches depend
-    on, 16 hexadecimal digits. most_bytes: of all files in the folder; the oldest are deleted.
+    Args:
+        folder: an existing folder.
+        key: of the model and everything its caches depend on, 16 hexadecimal digits.
+        most_bytes: of all files in the folder; the oldest are deleted.
     """
 
     def __init__(self, folder: Path, key: str, most_bytes: int) -> None:
@@ -104,12 +109,14 @@ class PrefixFiles:
         header = self._headers[path]
         try:
             if path.stem != f"{self.key}-{_digest(path)}":
+                # Damaged caches would change the text without an error.
                 raise ValueError("its content has changed since it was written")
             flat = load_prompt_cache(str(path))
             wait_for(flat)
             caches, rest = flat[: header.layers], iter(flat[header.layers :])
             of_point = stateful(caches)
             at = {p: [next(rest) for _ in of_point] for p in header.points or ()}
+            # The time of its last use: `_delete_oldest` sorts by it.
             os.utime(path)
         except Exception as error:
             del self._headers[path]
@@ -128,8 +135,10 @@ class PrefixFiles:
         )
         part = self.folder / f"{PART}{os.getpid()}.safetensors"
         try:
+            # Created with its rights, because the caches tell what was said.
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
             save_prompt_cache(str(part), flat, {HEADER: msgspec.json.encode(header).decode()})
+            # A rename is atomic, so that no reader sees half a file.
             path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
             for old, known in list(self._headers.items()):
                 if old != path and tokens[: len(known.tokens)] == known.tokens:
@@ -164,7 +173,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def files_for(loaded: Loaded, settings: ServerSettings) -> PrefixFiles | None:
+def files_for(loaded: LoadedModel, settings: ServerSettings) -> PrefixFiles | None:
     """The files of a model that is loaded, whole on this rank and without what sees; else None.
 
     Files do not tell where pictures are.
@@ -186,14 +195,16 @@ def files_for(loaded: Loaded, settings: ServerSettings) -> PrefixFiles | None:
 
 
 def content_digest(model: nn.Module, about: Any) -> str:
-    """Digest into which every bit of a model's parameters goes, and what else is said of it.
+    """Digest of every bit of a model's parameters, and of other facts about it.
 
-    For what changes the text, such as caches on disk. about: ready for JSON, as the configuration.
-    The values themselves, since copies and archives may leave files' times as they were; a second
-    or less for a gigabyte, once for a loaded model.
+    The values are read, because copies and archives may keep the times of other files. This takes
+    about a second for a gigabyte, once for a loaded model.
+
+    Args:
+        about: facts that can be written as JSON, such as the configuration.
     """
-    told = json.dumps([type(model).__module__, about], sort_keys=True, default=str)
-    digest = hashlib.sha256(told.encode())
+    description = json.dumps([type(model).__module__, about], sort_keys=True, default=str)
+    digest = hashlib.sha256(description.encode())
     for name, array in sorted(tree_flatten(model.parameters())):
         checksum = zlib.crc32(memoryview(array.reshape(-1).view(mx.uint8)))
         digest.update(f"{name} {array.shape} {array.dtype} {checksum}\n".encode())

@@ -59,7 +59,6 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches and states."""
         caches = chain(self.caches, *self.at.values())
         return sum(int(cache.nbytes) for cache in caches)
 
@@ -92,7 +91,12 @@ def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class Prefixes:
-    """The most recent entries, of all models; most_bytes: of all of them together."""
+    """The most recent entries of all models.
+
+    Args:
+        most_entries: of all models together.
+        most_bytes: of all entries together; None for any number.
+    """
 
     def __init__(self, most_entries: int, most_bytes: int | None = None) -> None:
         self.most_entries = most_entries
@@ -101,7 +105,6 @@ class Prefixes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries."""
         return sum(entry.nbytes for entry in self.entries)
 
     def fetch_nearest_cache(
@@ -118,7 +121,7 @@ class Prefixes:
             nearest = self._nearest(place, known)
         if not nearest.tokens:
             return None, tokens
-        # which takes its states along, also where it leaves the entry's text
+        # The next text inherits the states of this entry, even if it departs from the first entry.
         if stateful(nearest.caches):
             self._add(replace(nearest, caches=copy.deepcopy(nearest.caches)))
         return nearest.caches, tokens[len(nearest.tokens) :]
@@ -127,12 +130,14 @@ class Prefixes:
         """A copy of the entry that holds most of the tokens, as far as it holds them."""
         nearest = Prefix(place, [], [])
         known = [(num_common(entry.tokens, tokens), entry) for entry in self._of(place)]
+        # The entry with most in common may have no state near there, so that another saves more.
         for common, entry in sorted(known, key=lambda one: one[0], reverse=True):
             if common > len(nearest.tokens):
                 reached = entry.shortened(common)
                 if len(reached.tokens) > len(nearest.tokens):
                     nearest = reached
                     self.entries.remove(entry)
+                    # The most recently used entry is the last.
                     self.entries.append(entry)
         return nearest
 

@@ -15,10 +15,10 @@ from typing import Any
 from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.generation import encode
 from specdec_mlx.models.loading import PerModel
+from specdec_mlx.server.constraints import reads_calls
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import reads_calls
 from specdec_mlx.server.loading import LONGEST_TEXT
-from specdec_mlx.server.pictures import SeenPrompt, Sight, named_only
+from specdec_mlx.server.pictures import SeenPrompt, Sight, replace_pictures
 from specdec_mlx.server.prefixes import num_common
 from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
@@ -38,13 +38,15 @@ may say otherwise."""
 class ReadPrompt:
     """A prompt as tokens [n].
 
-    ends: ascending positions that later prompts are likely to share. in_thought: what is written
-    next is a thought. thought: the marks of the thought that the text may begin with; None for
-    none. seen: the prompt with its pictures, if it has any.
+    Attributes:
+        prefill_stops: ascending positions that later prompts are likely to share.
+        in_thought: the prompt has opened a thought, so the text goes on in it.
+        thought: the marks of the thought that the text may begin with, or None.
+        seen: the prompt with its pictures, if it has any.
     """
 
     tokens: list[int]
-    ends: Sequence[int] = ()
+    prefill_stops: Sequence[int] = ()
     in_thought: bool = False
     thought: Thought | None = None
     seen: SeenPrompt | None = None
@@ -103,18 +105,23 @@ def read_prompt(
     settings: ServerSettings,
     *,
     most: int = LONGEST_TEXT,
-    finds_ends: bool = False,
+    finds_stops: bool = False,
     sight: Sight | None = None,
 ) -> ReadPrompt:
-    """The prompt of a request; raises RequestError, also for what its template raises.
+    """The prompt of a request.
 
-    most: tokens that the model has positions for; a prompt with far more is not read to its end.
-    finds_ends: for caches that go back to some positions only. sight: of a model that has it.
+    Args:
+        most: positions of the model. A prompt with far more tokens is not read to its end.
+        finds_stops: for caches that can go back to some positions only.
+        sight: of a vision model.
+
+    Raises:
+        RequestError: the prompt is empty or too long, or its template raises an error.
     """
     try:
         messages = [as_template_takes_it(each, tokenizer) for each in request.messages or ()]
         if request.messages is not None and tokenizer.has_chat_template:
-            prompt = _of_chat(request, messages, tokenizer, settings, most, finds_ends, sight)
+            prompt = _of_chat(request, messages, tokenizer, settings, most, finds_stops, sight)
         elif request.messages is not None:
             text = _without_template(request, messages)
             prompt = _read(text, request, tokenizer, most, sight, is_bare=True)
@@ -137,7 +144,7 @@ def _of_chat(
     tokenizer: Any,
     settings: ServerSettings,
     most: int,
-    finds_ends: bool,
+    finds_stops: bool,
     sight: Sight | None,
 ) -> ReadPrompt:
     # with a grammar nothing is thought unless the server or the request asks for thoughts
@@ -156,12 +163,15 @@ def _of_chat(
     }
     text, messages = _accepted(partial(render, **ending), messages)
     prompt = _read(text, request, tokenizer, most, sight)
-    if finds_ends:
+    if finds_stops:
+        # Conversations with one system prompt share its tokens, whatever follows.
         system = [*takewhile(lambda message: message["role"] == "system", messages)]
         begin = ""
         if 0 < len(system) < len(messages):
             begin = render([*system, {"role": "user", "content": ""}])
-        prompt.ends = _ends(prompt.tokens, encoded(tokenizer, begin), request, tokenizer)
+        prompt.prefill_stops = _find_stops(
+            prompt.tokens, encoded(tokenizer, begin), request, tokenizer
+        )
     if not request.has_grammar or (may_think and tokenizer.has_thinking):
         prompt.in_thought = _in_thought(text, request, tokenizer)
         if tokenizer.has_thinking and (prompt.in_thought or not request.continues):
@@ -169,7 +179,7 @@ def _of_chat(
     return prompt
 
 
-def _ends(
+def _find_stops(
     tokens: list[int], begin: list[int], request: TextRequest, tokenizer: Any
 ) -> Sequence[int]:
     """Positions in a chat's prompt that later prompts are likely to share.
@@ -177,10 +187,10 @@ def _ends(
     They are after the system prompt, before the thought that is left out later, and at the end.
     begin: a prompt with the same system prompt.
     """
-    ends = {num_common(begin, tokens), len(tokens)}
+    stops = {num_common(begin, tokens), len(tokens)}
     if tokenizer.has_thinking and not request.continues:
-        ends.add(tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL))
-    return sorted(end for end in ends if end > 0)
+        stops.add(tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL))
+    return sorted(stop for stop in stops if stop > 0)
 
 
 def _read(
@@ -194,7 +204,7 @@ def _read(
 ) -> ReadPrompt:
     """A rendered prompt, read: with its pictures if the model sees them, else with their names."""
     if sight is None:
-        text, digests = named_only(text), list[str]()
+        text, digests = replace_pictures(text), list[str]()
     else:
         text, digests = sight.placed(text)
     check_length(text, tokenizer, most)
@@ -225,7 +235,7 @@ def thought_of(request: TextRequest, tokenizer: Any, is_open: bool) -> Thought:
         closes=tokenizer.think_end_tokens,
         opens=() if is_open else tokenizer.think_start_tokens,
         calls=tokenizer.tool_call_start_tokens if reads_calls(request, tokenizer) else (),
-        ends=tuple(tokenizer.eos_token_ids),
+        eos_ids=tuple(tokenizer.eos_token_ids),
     )
 
 

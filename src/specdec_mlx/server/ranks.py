@@ -19,11 +19,13 @@ class ServerRanks:
         group = mx.distributed.init()
         self.is_first, self.are_several = group.rank() == 0, group.size() > 1
 
-    def from_first(self, own: T) -> T:
+    def from_first(self, value: T) -> T:
         """The first rank's object, on every rank; called on all of them in one order."""
         if not self.are_several:
-            return own
-        data = list(pickle.dumps(own)) if self.is_first else []
+            return value
+        data = list(pickle.dumps(value)) if self.is_first else []
+        # MLX has no broadcast. A sum in which all other ranks have zeros does the same, once all
+        # know the size.
         size: Any = mx.distributed.all_sum(mx.array(len(data))).item()
         sent = mx.array(data, mx.uint8) if self.is_first else mx.zeros(size, mx.uint8)
         received: Any = mx.distributed.all_sum(sent).tolist()

@@ -22,7 +22,6 @@ LINGER, LEFT_A_SECOND = 8.0, 2**23
 
 
 def too_large() -> BodyError:
-    """The error for a body with more than `MOST_BYTES`."""
     return BodyError(
         f"The body of the request has more than {MOST_BYTES} bytes. Send less.",
         status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -31,6 +30,7 @@ def too_large() -> BodyError:
 
 async def received(request: Request) -> bytearray:
     """Receive a body; raises BodyError for one that is too large or too slow."""
+    # Refused before a byte is read.
     if int(request.headers.get("content-length") or 0) > MOST_BYTES:
         raise too_large()
     body, begun = bytearray(), asyncio.get_running_loop().time()
@@ -77,6 +77,8 @@ def closing_after_early_replies(app: ASGIApp) -> ASGIApp:
                 closing = [*message["headers"], (b"connection", b"close")]
                 message = {**message, "headers": closing}
             elif not message.get("more_body", False):
+                # The reply is complete for the client. The connection stays open until the rest is
+                # read.
                 await send({**message, "more_body": True})
                 with suppress(TimeoutError):
                     await asyncio.wait_for(throw_rest_away(), LINGER)

@@ -143,8 +143,12 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One written token: its id, its text as bytes, its log-probability, and those likeliest there,
-    by falling log-probability."""
+    """A written token.
+
+    Attributes:
+        data: text of the token as bytes.
+        top: id, text and log-probability of the likeliest tokens, the likeliest first.
+    """
 
     token: int
     data: bytes
@@ -154,8 +158,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """`done` of the prompt's `total` tokens are on the caches; the first one says how many were
-    found there (`num_cached`)."""
+    """How far the prompt is read.
+
+    Attributes:
+        done: tokens in the caches, of `total`.
+        num_cached: tokens that were found in caches at the beginning.
+    """
 
     done: int
     total: int
@@ -173,7 +181,12 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class CallBegan:
-    """A tool is called. index: among the text's calls, from 0. text: the first of its arguments."""
+    """A call of a tool.
+
+    Attributes:
+        index: among the calls of the text, from 0.
+        text: first characters of the arguments.
+    """
 
     index: int
     id: str
@@ -191,10 +204,12 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallBroken:
-    """The call that began last is none: it was cut, or its arguments are no JSON.
+    """The call that began last is no call: it was cut, or its arguments are no JSON.
 
-    text: all of it as it was written, which is then part of the answer. A stream has sent the
-    beginning of an object, and leaves it at that: the reason at the end is not "tool_calls".
+    A stream has then sent the beginning of an object. The reason at the end is not "tool_calls".
+
+    Attributes:
+        text: the whole call as it was written, which becomes part of the answer.
     """
 
     index: int
@@ -203,10 +218,17 @@ class CallBroken:
 
 @dataclass(frozen=True)
 class Ended:
-    """The text's end. reason: "stop", "length" or "tool_calls". stop: the stop string that ended
-    it. num_written: tokens of the text, the end token among them; accepted, rejected: drafted ones
-    among those, and those that were not kept. model, drafter, is_batched, stats: how it was
-    written."""
+    """The end of a text.
+
+    Attributes:
+        reason: "stop", "length" or "tool_calls".
+        stop: the stop string that ended the text.
+        num_written: tokens of the text with its end token.
+        num_thought: tokens of the thought.
+        accepted: draft tokens in the text.
+        rejected: draft tokens that were not kept.
+        model, drafter, is_batched, stats: how the text was written.
+    """
 
     reason: str
     stop: str | None = None

@@ -41,9 +41,11 @@ td + td { text-align: right; font-variant-numeric: tabular-nums }
 
 @dataclass(eq=False)
 class Totals:
-    """Counts of all texts since the start, kept by one thread.
+    """Counts of all texts since the start. Only one thread changes them.
 
-    at: position of a draft -> draft tokens accepted there. by_drafter: name -> [drafted, accepted].
+    Attributes:
+        at: position in a draft -> draft tokens accepted there.
+        by_drafter: name -> [drafted, accepted].
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -68,6 +70,7 @@ class Totals:
             drafted=stats.drafted, drafts=sum(drafted > 0 for drafted, _ in stats.rounds)
         )
         self.at.update(dict(enumerate(stats.accepted_at)))
+        # A stop string cuts off the last accepted positions of the last round.
         last = stats.rounds[-1][1] if stats.rounds else 0
         cut = max(0, stats.accepted - ended.accepted)
         self.at.subtract(range(max(0, last - cut), last))

@@ -13,8 +13,6 @@ from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
 
 class TokensBody(Body):
-    """The fields of these endpoints."""
-
     add_special_tokens: bool = True
     tokens: tuple[Count, ...] | None = None
 

@@ -25,7 +25,7 @@ from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, DraftContext, Session, Step
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.papers.cascade import CascadeSession
-from specdec_mlx.lab.proof.law import Tokens, state_after
+from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list

@@ -29,7 +29,7 @@ from specdec_mlx.drafters.drawing import ChainDraws
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.lab.beams.search import copy_of
 from specdec_mlx.lab.papers.vertical_cascade import GuessedSource
-from specdec_mlx.lab.proof.law import Tokens, state_after
+from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
 

@@ -34,7 +34,7 @@ from specdec_mlx.lab.papers.parallel_sampling import (
     PaSSSource,
     looking_ahead,
 )
-from specdec_mlx.lab.proof.law import Tokens, state_after
+from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.lab.training.features import live_batch
 from specdec_mlx.lab.training.trainees import KINDS, Recipe, Size
 from specdec_mlx.models.anatomy import vocab_size_of

@@ -25,7 +25,7 @@ from specdec_mlx import lab
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, chain
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.lab.papers.tree_drafts import side_by_side
-from specdec_mlx.lab.proof.law import Tokens
+from specdec_mlx.lab.proof.enumeration import Tokens
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.shape import path_to

@@ -48,7 +48,7 @@ from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.lab.commands import check as check_command
 from specdec_mlx.lab.papers.lossy import Lenient
 from specdec_mlx.lab.probing import ProbeReport, probe
-from specdec_mlx.lab.proof import drawn, one_step
+from specdec_mlx.lab.proof import distributions, one_step
 from specdec_mlx.lab.proof import run as run_module
 from specdec_mlx.lab.proof.chi_square import (
     FALSE_ALARM,
@@ -56,8 +56,8 @@ from specdec_mlx.lab.proof.chi_square import (
     growth_for,
     power,
 )
-from specdec_mlx.lab.proof.drawn import Cells, Draws, check_declared, check_joint
-from specdec_mlx.lab.proof.law import sources
+from specdec_mlx.lab.proof.distributions import Cells, Draws, check_declared, check_joint
+from specdec_mlx.lab.proof.enumeration import sources
 from specdec_mlx.lab.proof.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.lab.proof.report import CheckReport, Part
 from specdec_mlx.lab.proof.run import run_parts
@@ -98,8 +98,8 @@ def subject(drafter: Any = None, rule: Any = "auto", **changes: Any) -> Subject:
 
 @pytest.fixture(autouse=True)
 def _few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 250)
-    monkeypatch.setattr(drawn, "NUM_CONTEXTS", 1)
+    monkeypatch.setattr(distributions, "TEXTS_PER_CONTEXT", 250)
+    monkeypatch.setattr(distributions, "NUM_CONTEXTS", 1)
 
 
 # What is right passes -----------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_what_is_right_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """
     make, rule = RIGHT[case]
     if case == "n-gram, drawn":  # its drafts are nearly certain, so that faults show late
-        monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 500)
+        monkeypatch.setattr(distributions, "TEXTS_PER_CONTEXT", 500)
     parts = run_parts(subject(make(), rule), WORK, progress=False)
     assert [part.name for part in parts] == ALL_PARTS
     passes_and_has_drafted(parts)
@@ -277,7 +277,7 @@ def test_the_emitted_distribution_is_exact(
         assert result.bonus_distance < 1e-12
         likeliest = np.where(q >= np.sort(q)[-most_tokens:][0], q, 0)
         assert result.overlap == pytest.approx(np.minimum(p, likeliest / likeliest.sum()).sum())
-        assert result.kept == pytest.approx(result.overlap)
+        assert result.accepted == pytest.approx(result.overlap)
 
 
 SWAPPED = "p and q swapped"
@@ -297,7 +297,7 @@ FAULTS_IN_DRAWS: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("case", FAULTS_IN_DRAWS)
 def test_what_is_wrong_with_draws_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong drafter by its draws, and not the rule; a wrong rule by its texts too."""
-    monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 1200)
+    monkeypatch.setattr(distributions, "TEXTS_PER_CONTEXT", 1200)
     alter, rule, words = FAULTS_IN_DRAWS[case]
     report = drawn_parts(subject(Altered(model_drafter(), alter), rule))
     is_by_drafter = rule == "auto"
@@ -419,7 +419,7 @@ def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     part = check_declared(draws)
     assert part.status == "not run"
     assert "too few for any of the named faults" in part.verdict
-    monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 9)
+    monkeypatch.setattr(distributions, "TEXTS_PER_CONTEXT", 9)
     joint = drawn_parts(subject())["joint distribution"]
     assert joint.status == "not run"
     assert "9 texts of 3 tokens are too few" in joint.verdict

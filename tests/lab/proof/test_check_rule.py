@@ -20,7 +20,7 @@ from specdec_mlx.lab import check_rule
 from specdec_mlx.lab.papers.lossy import LOSSY
 from specdec_mlx.lab.proof import rule as rule_module
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM
-from specdec_mlx.lab.proof.law import enumerated
+from specdec_mlx.lab.proof.enumeration import enumerated
 from specdec_mlx.lab.proof.rule import RuleConformance
 from specdec_mlx.rules import (
     RULES,

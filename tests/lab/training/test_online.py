@@ -34,7 +34,7 @@ from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.requests import TextRequest
 from tiny_model_folder import write_model_folder
@@ -266,7 +266,7 @@ def test_a_server_makes_what_learns_on_for_its_target(folder, loaded, draft):
     models = Models(ServerSettings(flags=flags))
 
     def made(target: nn.Module) -> Any:
-        loaded = Loaded("target", None, target, None, {}, ())
+        loaded = LoadedModel("target", None, target, None, {}, ())
         drafter: Any = models.drafters.choose(TextRequest(), loaded)[0]
         return drafter.drafters[1]
 

@@ -314,7 +314,7 @@ def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded: Loaded, tm
     assert printed.num_drafts > 20
     curve = report_in(tmp_path)["curve"]
     assert curve[-1]["loss"] < curve[0]["loss"]
-    assert kept / drafted == pytest.approx(printed.kept, abs=0.03)
+    assert kept / drafted == pytest.approx(printed.accepted_share, abs=0.03)
 
 
 @pytest.mark.parametrize("kind", cases(KINDS, "mtp", "eagle3"))
@@ -332,7 +332,7 @@ def test_a_few_rows_at_a_time_give_the_loss_and_the_gradients_of_all(
 
     def formula(most: int | None = None) -> mx.array:
         """Mean over the positions that count of KL(p || q), in the weights of the steps."""
-        logits = recipe.ends.logits(batch.features.head_input)
+        logits = recipe.anatomy.logits(batch.features.head_input)
         if trainee.vocabulary is not None:
             logits = logits[..., trainee.vocabulary.ids]
         p = nn.log_softmax(logits)

@@ -186,11 +186,8 @@ def find_heads(
         folder: folder of the model, which is left out.
         places: name and folder of each possible head.
     """
-    target, known, heads = (
-        {} if folder is None else config_of(folder),
-        known_repositories(model),
-        [],
-    )
+    target = {} if folder is None else config_of(folder)
+    known, heads = known_repositories(model), []
     for name, place in places:
         if is_head(place) and (folder is None or not place.samefile(folder)):
             config = config_of(place)
@@ -273,7 +270,6 @@ def locate(model: str) -> Path:
 
 
 def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
-    """Name and folder of each model in a folder, or in the Hugging Face cache."""
     if where is not None and not where.is_dir():
         raise ModelFolderError(f"There is no folder {where}. Give one that holds model folders.")
     if where is not None and not any(where.glob("models--*")):

@@ -132,9 +132,8 @@ class DrafterChoice:
 
     @property
     def ordered(self) -> list[Any]:
-        drafters = [one for one in self.drafters if one is not None and one != NO_DRAFTER]
-        is_complete = self.model.name is None or self.names_model
-        return drafters if is_complete else [*drafters, MODEL_DRAFTER]
+        chosen = [one for one in self.drafters if one is not None and one != NO_DRAFTER]
+        return chosen if self.model.name is None or self.names_model else [*chosen, MODEL_DRAFTER]
 
     @property
     def names_model(self) -> bool:
@@ -146,7 +145,6 @@ class DrafterChoice:
         return self.model.is_head or any(map(is_place_of_model, self.drafters))
 
     def resolve(self, target: nn.Module | None = None) -> Drafter | None:
-        """Make the drafter for a target, or None for plain decoding."""
         return best_of([self.make(one, target) for one in self.ordered])
 
     def make(
@@ -265,5 +263,4 @@ def named_model(arguments: argparse.Namespace) -> DraftModel:
 
 
 def choice_of(arguments: argparse.Namespace) -> DrafterChoice:
-    """The choice of a command's --drafter, which may be repeated, and --draft-model."""
     return DrafterChoice(arguments.drafter or (DEFAULT_DRAFTER,), named_model(arguments))

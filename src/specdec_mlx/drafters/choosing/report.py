@@ -94,7 +94,6 @@ def heads_lines(
 
 
 def fetched(model: str, *, small: bool = False) -> list[Candidate]:
-    """Known heads for a model, or known small models, that can be fetched."""
     known = known_repositories(model, small)
     return [Candidate(name, "to be fetched" + note, name) for name, note in known.items()]
 

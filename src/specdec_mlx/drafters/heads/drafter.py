@@ -141,7 +141,6 @@ class Head(nn.Module):  # type: ignore[misc]
         return [KVCache() for _ in self.layers]
 
     def embed(self, tokens: mx.array) -> Any:
-        """States [..., D] of tokens, by the head's own embedding or the target's."""
         table = self.get("embed_tokens")
         if table is None:
             return self.anatomy.embed(tokens)
@@ -165,7 +164,6 @@ class Head(nn.Module):  # type: ignore[misc]
         return notes
 
     def variations(self) -> Iterator[Variation]:
-        """Other ways to read the head's files, which `check` compares by acceptance."""
         other = not self.pre_norm
         name = f"state {'before' if other else 'after'} the final norm"
         advice = f"it looks trained on the {name}; load it with pre_norm={other}"
@@ -290,7 +288,6 @@ class HeadDrafter(Drafter):
             )
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Start a generation. The head reads the prompt as the target's rows arrive."""
         if context.shared_drafts is not None:
             # The texts of a batch share the passes of the head.
             return context.shared_drafts(self, prompt, context)

@@ -79,8 +79,6 @@ def is_gemma4(config: Config) -> bool:
 
 
 def eagle1_family(config: Config) -> MTPFamily:
-    """EAGLE-1 and 2 heads, described as prediction layers without norms around them."""
-
     def without_first_norm(model: nn.Module) -> None:
         model.layers[0].input_layernorm = nn.Identity()
 
@@ -121,7 +119,6 @@ class LayersHead(Head):
         return Features(layers=self.fused)
 
     def rows(self, features: FeatureRows) -> Any:
-        """Fused outputs [n, D] of these layers."""
         states = [features.layers[layer] for layer in self.fused]
         if "fc_norm" in self:
             states = [norm(x) for norm, x in zip(self.fc_norm, states, strict=True)]

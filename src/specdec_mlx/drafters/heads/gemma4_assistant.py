@@ -75,7 +75,6 @@ class AssistantSource(DraftSource):
             mx.async_eval(self.state)
 
     def begin_draft(self, limit: int) -> int:
-        """Read the target's caches. Returns `limit`, or 0 before the prompt was read."""
         if limit == 0 or self.state is None or self.keys_values is None:
             return 0
         self.next_state = self.state
@@ -88,7 +87,6 @@ class AssistantSource(DraftSource):
         self.read_caches, self.next_state = {}, self.state
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
-        """Logits [1, V] of a step from the state of the step before. Chains only."""
         last = to_ids(self.tokens[-1:]) if tokens is None else tokens
         logits, self.next_state = self.head.step(self.next_state, last, self.read_caches)
         return logits

@@ -46,10 +46,10 @@ from specdec_mlx.models.loading import load_model
 
 Tensors = dict[str, mx.array]
 
+# names of tensors that are not needed
 IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)")
-"""Names of tensors that are not needed."""
+# beginnings of names in a checkpoint that may be copies of the target's matrices
 SHARED_WITH_TARGET = ("embed_tokens.", "shared_head.head.", "lm_head.")
-"""Beginnings of names in a checkpoint that may be copies of the target's matrices."""
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
 """Most tokens by which vocabularies differ through padding, and most layers or attention heads."""
@@ -80,7 +80,6 @@ class HeadSource(NamedTuple):
     variant: Variant
 
     def rows(self, name: str) -> int:
-        """Number of rows of a matrix, 0 if it is missing."""
         return self.tensors[name].shape[0] if name in self.tensors else 0
 
 
@@ -108,7 +107,6 @@ class Format:
 
     @property
     def loads(self) -> bool:
-        """False if the format is only recognised."""
         return self.build is not None or self.load is not None
 
 
@@ -233,7 +231,6 @@ def _mtp(source: HeadSource) -> Head:
 
 
 def _mtp_weights(head: MTPHead, source: HeadSource) -> Tensors:
-    """Weights of a model's prediction layers."""
     files, family, weights = source.files, head.family, dict(source.tensors)
     for depth, (layer, prefix) in enumerate(zip(head.levels, files.own_layers(), strict=True)):
         own_prefixes, shared = (
@@ -324,7 +321,6 @@ GROUP = "specdec_mlx.heads"  # entry points by which packages add formats, each 
 
 @cache
 def formats() -> dict[str, Format]:
-    """The built-in formats, and the formats of installed packages."""
     from_packages: dict[str, Any] = {
         name: load(entry, "head format")
         for name, entry in installed(GROUP, "head format", FORMATS).items()

@@ -173,7 +173,6 @@ def _step(config: Config, depth: int) -> Config:
 
 
 def _nemotron_h(config: Config, depth: int) -> Config:
-    """The kinds of the layers that predict one token together."""
     kinds = {"hybrid_override_pattern": None, "layer_types": None}
     if config.get("mtp_layers_block_type"):
         return kinds | {"layers_block_type": config["mtp_layers_block_type"]}
@@ -379,7 +378,6 @@ class MTPHead(RecurrentHead):
 
 
 def model_of(arguments: Config) -> nn.Module:
-    """mlx-lm's model for a config, with random weights."""
     module = importlib.import_module(f"mlx_lm.models.{arguments['model_type']}")
     return module.Model(module.ModelArgs.from_dict(arguments))
 

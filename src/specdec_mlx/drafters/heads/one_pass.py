@@ -47,7 +47,6 @@ class BlockSource(HeadReader):
         self.at_once = not head.corrects
 
     def begin_draft(self, limit: int) -> int:
-        """Read all waiting states and run the head. Returns 0 before the first state."""
         self.read()
         self.places = [0]
         length = min(limit, self.head.most_drafted) if self.waiting.start else 0
@@ -168,7 +167,6 @@ class MarkovHead(nn.Module):  # type: ignore[misc]
             self.gate_proj = nn.Linear(width + rank, rank)
 
     def __call__(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
-        """Logits [n, V] after tokens [n], with the bias."""
         # bias = W2 W1(token before), and with a gate W2 (W1(token before) * sigmoid(W [state,
         # W1(...)]))
         code = self.markov_w1(within(before, self.markov_w1.weight))
@@ -239,7 +237,6 @@ class DFlash(LayersHead):
         return bool(self.correctors)
 
     def rows(self, features: FeatureRows) -> Any:
-        """Fused and normed outputs [n, D] of the target's layers."""
         return self.hidden_norm(super().rows(features))
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
@@ -325,7 +322,6 @@ class Medusa(Head):
         return mx.concatenate([self.state(cache[0][0], i) for i in range(number)])
 
     def draft_logits(self, states: mx.array) -> Any:
-        """Logits [n, V] of the first n heads, from the state of each head."""
         if "lm_heads" not in self:
             return super().draft_logits(states)
         each = zip(self.lm_heads, mx.split(states, states.shape[0]), strict=False)

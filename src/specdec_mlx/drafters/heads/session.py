@@ -88,7 +88,6 @@ class HeadReader(DraftSource):
         self.read_if_many()
 
     def read_if_many(self) -> None:
-        """Read the waiting states if there are many."""
         # Waiting states take memory.
         if self.reads_alone and self.waiting.num_rows >= MOST_WAITING:
             mx.async_eval(self.read())
@@ -145,7 +144,6 @@ class RecurrentSource(HeadReader):
         return takes_trees(self.first.rollback)
 
     def begin_draft(self, limit: int) -> int:
-        """Read all pairs. Returns the longest possible draft, 0 before the first pair."""
         if limit == 0:
             return 0
         # A layer computes only keys and values of pairs whose state is not used, so most of a long
@@ -162,7 +160,6 @@ class RecurrentSource(HeadReader):
         return limit if self.head.moves_on else min(limit, len(self.levels))
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
-        """Logits [1, V] after the last pair, or [n, V] after n drafted tokens."""
         made, level = self.state, self.first
         if tokens is not None and parents is not None:
             made = self._grow(tokens, parents)
@@ -208,11 +205,9 @@ class RecurrentSource(HeadReader):
 
     @property
     def num_unread(self) -> int:
-        """Number of complete pairs that have not been read."""
         return min(self.waiting.num_rows, len(self.tokens) - 1 - self.waiting.start)
 
     def unread(self, count: int) -> tuple[list[int], mx.array]:
-        """Tokens [n] and states [n, D] of the next pairs."""
         first = self.waiting.start + 1
         return self.tokens[first : first + count], self.waiting.first(count)
 
@@ -220,7 +215,6 @@ class RecurrentSource(HeadReader):
         self.waiting.take(count)
 
     def read(self) -> list[Any]:
-        """Read all complete pairs except the last. Returns the arrays to compute."""
         self.read_pairs(except_last=1)
         states = [array for level in self.levels for array in states_of(level.rollback.caches)]
         return [*states, *(level.unread.parts for level in self.levels[1:])]

@@ -26,9 +26,14 @@ from specdec_mlx.sequence import check_ids, check_prompt
 
 @dataclass
 class BeamText:
-    """One continuation of the prompt; a stop token is in `tokens`, not in `text`.
+    """One continuation of the prompt.
 
-    logprob: sum over the tokens. score: its rank's. finish_reason: "stop" or "length".
+    Attributes:
+        text: without a stop token.
+        tokens: ids with the stop token.
+        logprob: sum of the tokens' log-probabilities.
+        score: number by which the beams are ranked.
+        finish_reason: "stop" or "length".
     """
 
     text: str
@@ -40,9 +45,13 @@ class BeamText:
 
 @dataclass
 class BeamSearchResponse:
-    """Result of a beam search: the beams, the best first.
+    """Result of a beam search.
 
-    num_passes: of the model after the prompt. num_steps: of the search, each a pass without drafts.
+    Attributes:
+        beams: the best first.
+        prompt_tokens: length of the prompt.
+        num_passes: passes of the model after the prompt.
+        num_steps: steps of the search, which are the passes that it takes without drafts.
     """
 
     beams: list[BeamText]
@@ -52,7 +61,7 @@ class BeamSearchResponse:
 
     @property
     def text(self) -> str:
-        """The best beam's text."""
+        """Text of the best beam."""
         return self.beams[0].text
 
 
@@ -69,22 +78,23 @@ def beam_search(
     prefill_step_size: int = 2048,
     stream: Any = generation_stream,
 ) -> BeamSearchResponse:
-    """Search for the likeliest continuations of a prompt, several steps a pass.
+    """Search for the likeliest continuations of a prompt, with several steps in each pass.
 
-    The beams are those of a plain beam search (Leviathan et al. 2023, appendix A.4): a step keeps
-    the `num_beams` likeliest of all beams with one token more; finished ones stay as they are.
-    Arguments that are not named here are those of `generate`.
+    The result equals plain beam search (Leviathan et al. 2023, appendix A.4). Each step extends all
+    beams by a token and keeps the `num_beams` likeliest. Finished beams stay as they are. The other
+    arguments are described at `generate`.
 
     Args:
-        drafter: guesses how each beam goes on; None makes a pass for each step.
-        num_beams: beams that are kept, and returned.
-        max_tokens: most tokens of each.
-        num_draft_tokens: most steps to guess, or "auto" for what pays.
+        drafter: guesses how each beam continues. None makes a pass for each step.
+        num_beams: number of beams.
+        max_tokens: upper limit for each beam.
+        num_draft_tokens: most steps to guess, or "auto".
         length_penalty: beams are ranked by logprob / length ** length_penalty.
 
     Raises:
-        RowsError: this model's texts cannot be rows of one batch.
-        UnreadableError: the drafter reads the target's states, which it cannot of several rows.
+        RowsError: this model's texts cannot be rows of a batch.
+        UnreadableError: the drafter reads the target's states, which is impossible for several
+            rows.
         ValueError: for other bad input, and its subclasses as in `generate`.
     """
     tokenizer = loaded(model, tokenizer)
@@ -115,14 +125,14 @@ def beam_search(
         rows = BeamRows(model, tokens, num_beams, prefill_step_size, stream)
         stop_tokens = frozenset(tokenizer.eos_token_ids)
         search = BeamSearch(rows, num_beams, max_tokens, stop_tokens, drafting, length)
-        found = [_as_text(tokenizer, beam, length_penalty) for beam in search.run()]
-    found.sort(key=lambda beam: -beam.score)
-    return BeamSearchResponse(found, len(tokens), search.num_passes, search.num_steps)
+        beams = [_as_text(tokenizer, beam, length_penalty) for beam in search.run()]
+    beams.sort(key=lambda beam: -beam.score)
+    return BeamSearchResponse(beams, len(tokens), search.num_passes, search.num_steps)
 
 
 def _as_text(tokenizer: TokenizerWrapper, beam: Beam, length_penalty: float) -> BeamText:
     tokens = list(beam.tokens)
-    said = tokens[:-1] if beam.is_finished else tokens
+    text_tokens = tokens[:-1] if beam.is_finished else tokens
     score = beam.logprob / len(tokens) ** length_penalty
     reason = "stop" if beam.is_finished else "length"
-    return BeamText(tokenizer.decode(said), tokens, beam.logprob, score, reason)
+    return BeamText(tokenizer.decode(text_tokens), tokens, beam.logprob, score, reason)

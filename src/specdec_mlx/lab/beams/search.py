@@ -51,7 +51,13 @@ Continuations = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Beam:
-    """A continuation: generated tokens, the sum of their log-probabilities, and if it has ended."""
+    """A continuation of the prompt.
+
+    Attributes:
+        tokens: generated tokens.
+        logprob: sum of their log-probabilities.
+        is_finished: True after a stop token.
+    """
 
     tokens: Tokens = ()
     logprob: float = 0.0
@@ -64,11 +70,15 @@ def next_beams(
     num_beams: int,
     stop_tokens: frozenset[int],
 ) -> list[Beam] | None:
-    """One step of beam search: the likeliest of all beams with one token more.
+    """Make a step of beam search, or return None if the known continuations do not decide it.
 
-    Finished beams stay, and compete. A beam with unknown continuations, which are never likelier
-    than itself, is dropped if it is less likely than all that are chosen. `continuations` are the
-    `num_beams` likeliest of each open beam. None where those that are known do not decide it.
+    Args:
+        beams: the beams before the step. Finished beams compete unchanged.
+        continuations: tokens of an open beam -> its `num_beams` likeliest continuations. A beam may
+            be missing here. No continuation is likelier than its beam, so the beam is dropped if it
+            is less likely than all chosen beams.
+        num_beams: number of beams to keep.
+        stop_tokens: tokens that finish a beam.
     """
     candidates: list[Beam] = []
     unknown: list[float] = []
@@ -83,6 +93,7 @@ def next_beams(
         else:
             unknown.append(beam.logprob)
     best = sorted(candidates, key=lambda beam: -beam.logprob)[:num_beams]
+    # log p <= 0, so a continuation is at most as likely as its beam.
     if unknown and (len(best) < num_beams or best[-1].logprob <= max(unknown)):
         return None
     return best
@@ -90,7 +101,11 @@ def next_beams(
 
 @dataclass
 class BeamDrafting:
-    """A session of the drafter for each beam, by the generated tokens that it has observed."""
+    """A session of the drafter for each beam.
+
+    Attributes:
+        sessions: generated tokens that a session has observed -> the session.
+    """
 
     drafter: Drafter
     prompt: Sequence[int]
@@ -99,16 +114,18 @@ class BeamDrafting:
     sessions: dict[Tokens, Session] = field(default_factory=dict)
 
     def follow(self, texts: Sequence[Tokens]) -> None:
-        """Bring the sessions to the generated tokens of these beams, and drop all other sessions.
+        """Bring the sessions to these generated tokens, and drop all other sessions.
 
-        Of several beams that go on from one session, the last takes it over. The others get a copy
-        or a new session.
+        If several beams continue one session, the last beam takes it, and the others get a copy or
+        a new session.
         """
+        # The session with the longest common beginning has the least to read.
         before, self.sessions = self.sessions, {}
         begun = [[known for known in before if text[: len(known)] == known] for text in texts]
         sources = [max(known, key=len, default=()) for known in begun]
         for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
             session = before.get(source)
+            # A later beam needs this session too.
             if source in sources[i + 1 :]:
                 session = copy_of(session)
             if session is None:
@@ -118,7 +135,6 @@ class BeamDrafting:
             self.sessions[text] = session
 
     def continued(self, text: Tokens, limit: int) -> list[Tokens]:
-        """A beam with up to `limit` more tokens: one way for a chain, several for a tree."""
         with mx.stream(self.stream):
             draft = proposing(self.sessions[text], "")(limit)
         check_draft(draft, self.context.vocab_size or 0)
@@ -126,13 +142,13 @@ class BeamDrafting:
 
 
 def copy_of(session: Session | None) -> Session | None:
-    """A copy of a draft model's session that goes its own way, None for other sessions.
+    """An independent copy of a draft model's session. None for other sessions.
 
-    Caches that cannot be trimmed are not copied: the copy reads the text again.
+    Caches that cannot be trimmed are not copied. The copy reads the text again.
     """
     if not isinstance(session, WritingSession) or not isinstance(session.source, ModelReader):
         return None
-    if isinstance(session.source, GuessedSource):  # whose guesser is not copied
+    if isinstance(session.source, GuessedSource):  # its guesser would be shared
         return None
     other, source = copy.copy(session), copy.copy(session.source)
     other.source, read = source, source.rollback
@@ -146,7 +162,6 @@ def copy_of(session: Session | None) -> Session | None:
 
 
 def paths_of(draft: Draft, limit: int) -> list[Tokens]:
-    """The chains from the root of a draft to its leaves, each cut to `limit` tokens."""
     texts = texts_of(draft)
     inner = {text[:-1] for text in texts}
     return list(dict.fromkeys(text[:limit] for text in texts if text not in inner))
@@ -158,7 +173,7 @@ _learned: PerModel[dict[int, DraftLength]] = PerModel(lambda model: {})
 def guess_length_for(
     model: nn.Module, num_beams: int, choice: int | str | DraftLength
 ) -> DraftLength:
-    """How many steps to guess; "auto" is kept with the model, by beams. Raises ValueError."""
+    """Number of steps to guess. "auto" learns for each model and `num_beams`. Raises ValueError."""
     if choice != "auto":
         return make_draft_length(choice)
     learned = _learned(model)
@@ -169,7 +184,13 @@ def guess_length_for(
 
 @dataclass
 class BeamRows:
-    """The target, with a row for each text; `num_top` continuations of each position."""
+    """The target with a row of a batch for each text.
+
+    Attributes:
+        num_top: number of continuations to return for each position.
+        row_of: generated tokens -> the row that holds the prompt and all these tokens except the
+            last.
+    """
 
     model: nn.Module
     prompt: Sequence[int]
@@ -181,7 +202,7 @@ class BeamRows:
     """The row that holds the prompt and these generated tokens but for the last of them."""
 
     def __post_init__(self) -> None:
-        """Read the prompt but for its last token; RowsError where rows cannot be held."""
+        """Read the prompt except its last token. RowsError if the model cannot hold rows."""
         with mx.stream(self.stream):
             caches = Rollback(make_prompt_cache(self.model))
             rows = BatchCaches.like(caches.caches) if can_hold_rows(self.model) else None
@@ -199,9 +220,9 @@ class BeamRows:
         self.caches = rows
 
     def verify(self, texts: Sequence[Tokens], num_known: int) -> dict[Tokens, Continuations]:
-        """One pass over texts, each a beam of `num_known` tokens and a guess of how it goes on.
+        """Make a pass over texts, each a beam of `num_known` tokens and a guess.
 
-        Returns the likeliest continuations of each beam, and of it with each guessed token.
+        Returns the likeliest continuations after the beam, and after each guessed token.
         """
         with mx.stream(self.stream):
             self.caches.keep([self.row_of[text[:num_known]] for text in texts])
@@ -211,6 +232,7 @@ class BeamRows:
             places: dict[Tokens, tuple[int, int]] = {}
             for row, (text, tokens) in enumerate(zip(texts, fed, strict=True)):
                 for n in range(num_known, len(text) + 1):
+                    # Texts share beginnings. The first row that has a position serves for all.
                     places.setdefault(text[:n], (row, len(tokens) - 1 - len(text) + n))
             self.row_of = {text: row for text, (row, _) in places.items()}
             rows, columns = (mx.array(indices) for indices in zip(*places.values(), strict=True))
@@ -218,19 +240,21 @@ class BeamRows:
         return dict(zip(places, tops, strict=True))
 
     def keep(self, texts: Sequence[Tokens]) -> None:
-        """Take back all that is not part of these texts; their last tokens were never fed."""
+        """Drop from the caches all tokens that are not in these texts."""
         self.row_of = {text: self.row_of[text[:-1]] for text in texts}
+        # The last token of each text has not been fed yet.
         end = len(self.prompt) + len(texts[0]) - 1
         with mx.stream(self.stream):
             self.caches.go_back([min(end, reached) for reached in self.caches.lengths])
 
 
 def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
-    """The `num_top` likeliest tokens of each row of logits [n, V], and their log-probabilities.
+    """The `num_top` likeliest tokens of each row of logits [n, V], with log-probabilities.
 
-    Raises LogitsError where the logits are not numbers.
+    Raises LogitsError if a row is not finite.
     """
     logits = logits.astype(mx.float32)
+    # log softmax: log p = logit - log sum exp(logits)
     scale = mx.logsumexp(logits, axis=-1, keepdims=True)
     logprobs = logits - scale
     top = top_tokens(logprobs, num_top)
@@ -240,6 +264,7 @@ def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
             "The target's logits are not finite. Check the weights and the dtype of the model."
         )
     return [
+        # Ties go to the lower id, so that the order does not depend on the batch.
         sorted(zip(*row, strict=True), key=lambda pair: (-pair[1], pair[0]))
         for row in zip(tokens, values, strict=True)
     ]
@@ -247,7 +272,7 @@ def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
 
 @dataclass
 class BeamSearch:
-    """A beam search under way; drafting is None for a step a pass."""
+    """A beam search in progress. Without `drafting`, each step is a pass."""
 
     rows: BeamRows
     num_beams: int
@@ -262,10 +287,10 @@ class BeamSearch:
     _num_rows: int = 0
 
     def run(self) -> list[Beam]:
-        """The beams, the likeliest first, when all are finished or as long as they may be."""
         while (texts := self._open()) and self.num_steps < self.max_tokens:
             num_known = self.num_steps
             guesses = self._guesses(texts)
+            # One pass may decide several steps.
             known = self.rows.verify(guesses, num_known)
             self.num_passes += 1
             while self._open() and self.num_steps < self.max_tokens:
@@ -280,11 +305,10 @@ class BeamSearch:
         return self.beams
 
     def _open(self) -> list[Tokens]:
-        """Generated tokens of the beams that go on, as many in each as there were steps."""
         return [beam.tokens for beam in self.beams if not beam.is_finished]
 
     def _guesses(self, texts: list[Tokens]) -> list[Tokens]:
-        """The rows of the next pass: each beam in all the ways it may go on, or as it is."""
+        # Every pass gives one step without a draft.
         left = self.max_tokens - self.num_steps - 1
         if self.drafting is None or (limit := min(self.length.limit("", False), left)) == 0:
             return texts
@@ -293,9 +317,9 @@ class BeamSearch:
         return list(dict.fromkeys(ways))
 
     def _record(self, guesses: Sequence[Tokens], num_known: int) -> None:
-        """Tell the draft length of a pass; seconds count where it had as many rows as before."""
         now, drafted = perf_counter(), max(map(len, guesses)) - num_known
         num_steps, steady = self.num_steps - num_known, self._num_rows == len(guesses)
+        # The last step of a pass needs no guess. Time is comparable at an equal number of rows.
         right, seconds = min(num_steps - 1, drafted), now - self._read_at
         self.length.record(
             RoundRecord(drafted, right, num_steps, 1 + drafted, seconds=seconds, steady=steady)

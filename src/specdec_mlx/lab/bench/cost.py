@@ -27,10 +27,14 @@ RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small 
 
 
 class CostCurve(Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a pass over m positions: a `Curve` through measured points, with a name.
+    """Seconds of a pass over m positions.
 
-    positions: [n] increasing from 1, at least two, else ValueError. low, high: [n] 95% interval of
-    `seconds`, or ().
+    Attributes:
+        name: of the curve.
+        positions: [n] increasing from 1, at least two. Otherwise raises ValueError.
+        seconds: [n] measured.
+        low: [n] lower ends of 95% intervals, or ().
+        high: [n] upper ends of 95% intervals, or ().
     """
 
     name: str
@@ -53,7 +57,7 @@ class CostCurve(Struct, frozen=True, forbid_unknown_fields=True):
         return Curve(tuple(zip(self.positions, self.seconds, strict=True)))(num_positions)
 
     def relative(self) -> tuple[float, ...]:
-        """[n] costs over that of one position."""
+        """Costs [n] relative to the cost of one position."""
         return tuple(s / self.seconds[0] for s in self.seconds)
 
 
@@ -65,9 +69,11 @@ def linear_cost(slope: float, unit: float = RELATIVE_UNIT) -> CostCurve:
 
 
 def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
-    """Curve out of a command line: "measured", "linear:0.24", a chip, or costs of 1, 2 ... rows.
+    """Read a cost curve of the command line. Raises ValueError.
 
-    measured: the curve of the recorded texts, and the unit of relative ones. Raises ValueError.
+    Args:
+        text: "measured", "linear:0.24", a chip, or the costs of 1, 2, ... positions.
+        measured: the curve of the recorded texts, which is also the unit of relative costs.
     """
     unit = measured.seconds[0] if measured else RELATIVE_UNIT
     if text == MEASURED and measured is not None:
@@ -77,6 +83,7 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
             return linear_cost(float(text.removeprefix("linear:")), unit)
         points = CURVES[text].points if text in CURVES else enumerate(text.split(","), start=1)
         rows, costs = zip(*((m, float(cost)) for m, cost in points), strict=True)
+        # Given costs are relative to the first.
         seconds = tuple(unit * cost / costs[0] for cost in costs)
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(
@@ -87,19 +94,19 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
 
 
 class CostMeter:
-    """Measures c(m) of a model on a cache of a few hundred tokens, a sweep at a time.
+    """Measures c(m) of a model with a cache of a few hundred tokens.
 
-    Sweeps are spread over a benchmark, and each pass is divided by those over one position before
-    and after it, so that the machine's pace cancels out.
+    The sweeps are spread over a benchmark. Each pass is divided by the passes over a single
+    position before and after it, which cancels changes in the machine's speed.
     """
 
     def __init__(
         self, model: nn.Module, tokens: Sequence[int], widths: Sequence[int] = WIDTHS
     ) -> None:
-        """Fill the cache with a real text, since experts are chosen by it, and warm up."""
         self._widths = tuple(widths)
         how, caches = Options(rule="match"), Rollback.of(model)
         self._verifier = Verifier(model, caches, how)
+        # Real text, because it decides which experts a model with experts reads.
         self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))
@@ -107,27 +114,28 @@ class CostMeter:
         self._single: list[float] = []
         self._ratios: dict[int, list[float]] = {width: [] for width in self._widths[1:]}
         self.sweep()
+        # The first sweep compiles kernels, so its times are dropped.
         for samples in (self._single, *self._ratios.values()):
             samples.clear()
 
     def sweep(self) -> None:
-        """Time one pass of every width, with one over a single position between any two."""
+        """Time a pass of every width, with a pass over a single position between them."""
         before = self._time(1)
         self._single.append(before)
         for width, ratios in self._ratios.items():
             seconds, after = self._time(width), self._time(1)
+            # ratio = t / mean(t_before, t_after)
             ratios.append(2 * seconds / (before + after))
             self._single.append(after)
             before = after
 
     def curve(self) -> CostCurve:
-        """Medians so far, with their intervals."""
         ratios = [median_of(samples) for samples in self._ratios.values()]
+        # The median single pass sets the scale in seconds.
         columns = statistics.median(self._single) * np.array([(1, 1, 1), *ratios]).T
         return CostCurve(MEASURED, self._widths, *(tuple(column) for column in columns.tolist()))
 
     def _time(self, width: int) -> float:
-        """Seconds of one pass; afterwards the cache is as before."""
         rollback = self._verifier.rollback
         start = rollback.position
         rollback.checkpoint()
@@ -137,6 +145,7 @@ class CostMeter:
             block = self._verifier.launch(self._tokens[:1], Draft(self._tokens[1:width]), 0)
             block.read()
         seconds = time.perf_counter() - began
+        # All widths are timed at the same length of the cache.
         rollback.rewind_to(start)
         rollback.drop_checkpoints()
         return seconds

@@ -33,9 +33,17 @@ if TYPE_CHECKING:
 
 
 class Record(Struct, Rows, frozen=True, forbid_unknown_fields=True):
-    """A whole benchmark, live or modelled: where and how it ran, and its results.
+    """A whole benchmark, live or modelled.
 
-    results: by category and contender. cost: measured c(m) or None. samples: every run.
+    Attributes:
+        command: the command line.
+        machine: hardware and versions.
+        settings: of all contenders.
+        texts: prompts, and their texts by plain decoding.
+        cost: measured c(m), or None.
+        results: by category and contender.
+        differences: places where texts differ from plain decoding.
+        samples: every run.
     """
 
     command: str
@@ -49,31 +57,28 @@ class Record(Struct, Rows, frozen=True, forbid_unknown_fields=True):
 
     @property
     def categories(self) -> list[str]:
-        """Of the texts, in order of appearance."""
         return list(dict.fromkeys(text.category for text in self.texts))
 
     def live_ratio(self, drafter: str, draft_length: str, category: str) -> float | None:
-        """Measured tokens per second over plain decoding's under rule "auto"; None if not run."""
+        """Measured speed under rule "auto" relative to plain decoding, or None."""
+        # Records of plain decoding have no rule.
         wanted = [(drafter, draft_length, rule) for rule in ("", "auto")]
-        found = (r.ratio for r in self.results if r.key in wanted and r.category == category)
-        return next(found, None)
+        ratios = (r.ratio for r in self.results if r.key in wanted and r.category == category)
+        return next(ratios, None)
 
     def rows(self) -> list[Row]:
-        """A row for each result, a column for each of its fields."""
         return [asdict(r) | {"accepted_share": r.accepted_share} for r in self.results]
 
     def plot(self) -> Figure:
-        """Draw the speeds by kind of text; needs matplotlib."""
+        """Draw the speed on each kind of text. Needs matplotlib."""
         plots: Any = import_module("specdec_mlx.lab.plots")
         figure: Figure = plots.speed_by_text(self.results)
         return figure
 
     def speeds(self) -> Table:
-        """Speed and counts of each contender by category, all sessions together."""
         return results_table([r for r in self.results if not r.session], SPEEDS)
 
     def __repr__(self) -> str:
-        """The speeds."""
         return markdown_table(*self.speeds())
 
     def _repr_html_(self) -> str:
@@ -82,12 +87,11 @@ class Record(Struct, Rows, frozen=True, forbid_unknown_fields=True):
 
 
 def save_record(record: Record, path: Path | str) -> None:
-    """Write JSON: one key a field."""
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
 
 
 def load_record(path: Path | str) -> Record:
-    """Read what `save_record` wrote. Raises ValueError that names what is wrong in another file."""
+    """Read a file of `save_record`. ValueError says what is wrong in another file."""
     try:
         return parse(read_text(path), Record)
     except ValueError as error:
@@ -98,24 +102,27 @@ def load_record(path: Path | str) -> Record:
 
 
 def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
-    """The texts of a session file in its order; ValueError with the number of a wrong line."""
+    """The texts of a session file, in order. ValueError has the number of a wrong line."""
 
     def texts_of(row: Any, number: int) -> Iterator[RecordedText]:
         name, category = (str(row.get("id", number)), str(row.get("category", "sessions")))
-        said, session = row.get("messages"), name
-        if said is None:
+        messages, session = row.get("messages"), name
+        if messages is None:
             session = row.get("session", number)
-            said = [{"role": "user", "content": row["turns"][0]}]
-            said += [{"role": "assistant", "content": row["reference"]}]
-        said = [{"role": m["role"], "content": m["content"] or ""} for m in said]
-        answers = [i for i, m in enumerate(said) if i and m["role"] == "assistant" and m["content"]]
+            messages = [{"role": "user", "content": row["turns"][0]}]
+            messages += [{"role": "assistant", "content": row["reference"]}]
+        messages = [{"role": m["role"], "content": m["content"] or ""} for m in messages]
+        # An empty answer, such as a call of a tool, has no text to replay.
+        answers = [
+            i for i, m in enumerate(messages) if i and m["role"] == "assistant" and m["content"]
+        ]
         end = getattr(tokenizer, "eos_token_id", None)
         for turn, i in enumerate(answers):
-            own = name if len(answers) == 1 else f"{name}/{turn}"
-            tokens = list(tokenizer.encode(said[i]["content"], add_special_tokens=False))
+            text_id = name if len(answers) == 1 else f"{name}/{turn}"
+            tokens = list(tokenizer.encode(messages[i]["content"], add_special_tokens=False))
             tokens += [] if end is None else [int(end)]
-            prompt = encode_messages(tokenizer, said[:i])
-            yield RecordedText(own, category, prompt, tokens, str(session))
+            prompt = encode_messages(tokenizer, messages[:i])
+            yield RecordedText(text_id, category, prompt, tokens, str(session))
 
     texts = read_lines(path, texts_of, "`messages` (role and content), or `turns` and `reference`")
     if not texts:
@@ -166,7 +173,6 @@ ROUNDS: Columns = {
 
 
 def format_record(record: Record) -> str:
-    """The whole report."""
     parts = [
         f"    {record.command}\n\n{_listed(record.machine)}\n\n{_listed(asdict(record.settings))}",
         markdown_table(*record.speeds()),
@@ -179,16 +185,19 @@ def format_record(record: Record) -> str:
     return "\n\n".join([*parts, *([format_cost(record.cost)] if record.cost else [])])
 
 
-def _differing(found: Difference) -> str:
-    whose = ", ".join(filter(None, (found.id, *found.key)))
-    where = f"repeat {found.repeat}, token {found.position}, top-two gap {found.top_two_gap:.2e}"
-    return f"- {whose}: {where}, {'excused' if found.excused else 'NOT excused'}"
+def _differing(place: Difference) -> str:
+    whose = ", ".join(filter(None, (place.id, *place.key)))
+    where = f"repeat {place.repeat}, token {place.position}, top-two gap {place.top_two_gap:.2e}"
+    return f"- {whose}: {where}, {'excused' if place.excused else 'NOT excused'}"
 
 
 def results_table(results: Sequence[Result], columns: Columns, category: str = "category") -> Table:
-    """A row for each result: whose it is, and columns; those without any value are left out.
+    """A row for each result. Columns without any value are left out.
 
-    category: the heading above the categories.
+    Args:
+        results: rows of the table.
+        columns: columns after drafter, draft length and rule.
+        category: heading of the column of categories.
     """
     rules = {r.rule for r in results if r.rule}
     whose: Columns = {
@@ -201,7 +210,6 @@ def results_table(results: Sequence[Result], columns: Columns, category: str = "
 
 
 def format_cost(curve: CostCurve) -> str:
-    """c(m) in milliseconds and relative to one position."""
     header = ["positions", *(str(m) for m in curve.positions)]
     rows = [
         ["ms", *(f"{1e3 * s:.1f}" for s in curve.seconds)],
@@ -209,22 +217,22 @@ def format_cost(curve: CostCurve) -> str:
     ]
     if curve.low:
         one = curve.seconds[0]
-        ends = zip(curve.low, curve.high, strict=True)
-        rows.append(["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in ends)])
+        intervals = zip(curve.low, curve.high, strict=True)
+        rows.append(["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in intervals)])
     return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, device, matrix library, versions and load; and the number of ranks."""
     num_ranks = mx.distributed.init().size()
     info = Path("/proc/cpuinfo")
-    named = re.search(
+    cpu_name = re.search(
         r"model name\s*: (.+)", info.read_text(encoding="utf-8") if info.exists() else ""
     )
     return {
+        # Records of a single machine do not mention ranks.
         **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
         "platform": platform.platform(),
-        "processor": named[1] if named else platform.processor() or platform.machine(),
+        "processor": cpu_name[1] if cpu_name else platform.processor() or platform.machine(),
         "cores": str(os.cpu_count()),
         "load": " ".join(f"{x:.2f}" for x in os.getloadavg()),
         "device": str(mx.default_device()),
@@ -235,7 +243,6 @@ def describe_machine() -> dict[str, str]:
 
 
 def describe_dtype(model: nn.Module) -> str:
-    """The dtype of the largest parameter, and the width of quantized ones."""
     values = (value for _, value in tree_flatten(model.parameters()))
     floating = (value for value in values if mx.issubdtype(value.dtype, mx.floating))
     dtype = str(max(floating, key=lambda value: value.size).dtype).removeprefix("mlx.core.")

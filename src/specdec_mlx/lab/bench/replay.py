@@ -1,7 +1,7 @@
 """Recorded texts scored offline, for any drafter, draft length and cost.
 
 The loop itself runs; the target is replaced by one that knows its text, and its passes cost c(m).
-At temperature 0 the counts are those of a live run.
+At temperature 0 the counts equal the counts of a live run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from specdec_mlx.trees.tree_rules import walk
 
 @dataclass
 class _RecordedPass:
-    """A pass of the recorded target; see `specdec_mlx.target.LazyPass`."""
+    """A pass of the recorded target. See `specdec_mlx.target.LazyPass`."""
 
     draft: Draft
     num_fed: int
@@ -67,15 +67,16 @@ class _RecordedPass:
         return self.coming[:1]
 
     def wait(self) -> None:
-        """Nothing is computed."""
+        """Do nothing, because nothing is computed."""
 
     def read(self) -> Outcome:
-        kept = right_path(self.draft, self.coming)
-        return Outcome(kept, self.coming[: len(kept) + 1] or [0])
+        # The target is greedy, so a draft token is accepted if it is the recorded token.
+        accepted = right_path(self.draft, self.coming)
+        return Outcome(accepted, self.coming[: len(accepted) + 1] or [0])
 
 
 class RecordedTarget:
-    """A target whose greedy text is known; see `specdec_mlx.target.Verifier`."""
+    """A target whose greedy text is known. See `specdec_mlx.target.Verifier`."""
 
     remembers = False
 
@@ -87,40 +88,38 @@ class RecordedTarget:
         self._is_tapped, self._num_fed = False, 0
 
     def measure_width(self) -> int | None:
-        """Any number of positions."""
         return None
 
     def takes_trees(self) -> bool:
-        """Any shape."""
         return True
 
     def tap(self, wanted: Features) -> None:
-        """Show the likeliest tokens, from the text's own places; UnreadableError for states.
+        """Show the likeliest tokens of the recording. UnreadableError for states.
 
-        Of a text without `top_tokens` only its own token is known: scores are lower bounds.
+        If a text has no `top_tokens`, only its own token is known, and scores are lower bounds.
         """
         if wanted != Features(top=wanted.top):
             raise UnreadableError(
                 "A recorded text has no states to read, only the likeliest tokens. "
                 "Replay drafters that work on tokens."
             )
+        # The loop feeds the whole prompt to a target whose features are read.
         self._is_tapped, self.rollback = True, Rollback([])
 
     def fed_features(self) -> tuple[FeatureRows, int]:
-        """Rows of the prompt, of which nothing is known."""
+        """Rows of the prompt, for which nothing was recorded."""
         return top_rows(self._text, [None] * self._num_fed), self._num_fed
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
-        """No processors want to know."""
+        """Do nothing, because there are no processors."""
 
     def show_end(self, logprobs: mx.array) -> None:
-        """No processors want to know."""
+        """Do nothing, because there are no processors."""
 
     def quantize(self) -> None:
-        """There are no caches."""
+        """Do nothing, because there are no caches."""
 
     def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
-        """A pass whose logits are never asked for."""
         self._num_fed = tokens.shape[0]
         self.rollback.advance(self._num_fed)
         return mx.zeros((tokens.shape[0], self.vocab_size))
@@ -132,7 +131,6 @@ class RecordedTarget:
         position: int,
         embeddings: mx.array | None = None,
     ) -> _RecordedPass:
-        """A pass of the recording, ValueError for a drawn draft."""
         if draft.logprobs is not None:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
         num_fed = len(pending) + len(draft)
@@ -141,6 +139,7 @@ class RecordedTarget:
         pass_ = _RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
         if self._is_tapped:
             places: list[int | None] = [position - i for i in reversed(range(len(pending)))]
+            # Wrong nodes have no row, because the recording knows only its own text.
             right = {node: position + 1 + i for i, node in enumerate(right_path(draft, coming))}
             places += [right.get(node) for node in range(len(draft))]
             pass_.features = top_rows(self._text, places)
@@ -149,10 +148,13 @@ class RecordedTarget:
 
 @dataclass
 class ModelledClock(RoundClock):
-    """A clock of rounds whose seconds come from a table, so that nothing disturbs them.
+    """A clock whose seconds come from a cost curve.
 
-    cost: c(m), in seconds. drafting: of the generation. draft_seconds: of one draft token of a
-    drafter that takes time; look-ups take none. total: of all rounds so far.
+    Attributes:
+        cost: c(m) in seconds.
+        drafting: of the generation.
+        draft_seconds: for each token that a model drafts. Look-ups take no time.
+        total: seconds of all rounds so far.
     """
 
     was_undisturbed = True
@@ -165,12 +167,12 @@ class ModelledClock(RoundClock):
         if isinstance(self.drafting.length, Auto):
             ticks = count()
             prices = self.drafting.length.prices
+            # Each reading advances the clock, so "auto" measures `draft_seconds` for each step.
             prices.clock = lambda: self.draft_seconds * next(ticks)
 
     def record(
         self, current: Round, outcome: Outcome, ahead: Round | None, context: int, started: float
     ) -> RoundRecord:
-        """The account of a round, with its modelled seconds."""
         round_ = super().record(current, outcome, ahead, context, started)
         drafting = self.draft_seconds * self._num_steps(round_)
         verifying = self.cost(round_.fed)
@@ -180,12 +182,13 @@ class ModelledClock(RoundClock):
         )
 
     def _num_steps(self, round_: RoundRecord) -> int:
-        """Draft steps since the last round, those of drafts that were dropped too."""
+        """Draft steps since the last round, also of drafts that were dropped."""
         length, selection = self.drafting.length, self.drafting.selection
         groups = selection.groups if selection else ()
         parts = length.parts.values() if isinstance(length, Auto) else ()
         steps = sum(part.num_steps for part in parts if isinstance(part, Model))
         is_free = {part.key: part.is_cheap for group in groups for part in group}
+        # Without "auto" nothing counts the dropped drafts.
         return steps or (0 if is_free.get(round_.part) else round_.drafted)
 
 
@@ -199,10 +202,16 @@ def replay_text(
     vocab_size: int,
     draft_seconds: float = 0.0,
 ) -> Sample:
-    """Run the loop on a recorded text, with a drafter or none: live counts, modelled seconds.
+    """Run the loop on a recorded text, with the counts of a live run and modelled seconds.
 
-    length: learns from the modelled seconds. cost: c(m), in seconds. max_tokens, vocab_size: as
-    recorded. draft_seconds: of one draft token.
+    Args:
+        text: the recording.
+        drafter: None for plain decoding.
+        length: learns from the modelled seconds.
+        cost: c(m) in seconds.
+        max_tokens: as recorded.
+        vocab_size: as recorded.
+        draft_seconds: for each token that a model drafts.
     """
     target: Any = RecordedTarget(text, vocab_size)
     options, context = Options(max_tokens=max_tokens), greedy_context(vocab_size)
@@ -215,6 +224,7 @@ def replay_text(
     generation = Generation(target, sequence, drafting, context, options, stats, clock)
     with closing(generation.run()) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
+    # A replay with another text would have other counts.
     assert [token.token for token in emitted] == text.generated
     accepted = sum(token.from_draft for token in emitted)
     counts = stats.target_passes, stats.drafted, accepted
@@ -231,7 +241,6 @@ def modelled(
     accepted: int,
     drafting_rounds: int = 0,
 ) -> Sample:
-    """The record of a modelled run, which has no drafter's name yet."""
     return Sample(
         "",
         id=text.id,
@@ -249,12 +258,14 @@ def modelled(
 
 
 def greedy_context(vocab_size: int | None = None) -> DraftContext:
-    """The context of a generation at temperature 0."""
     return DraftContext(sampling=Sampling(), noise=Noise(0), vocab_size=vocab_size)
 
 
 def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
-    """The target's likeliest tokens at places of a text, None for one outside; -1 if not known."""
+    """The target's likeliest tokens at places of a text.
+
+    A place is None outside of the recorded text, and its tokens are -1.
+    """
     tops = text.top_tokens or [[token] for token in text.generated]
     unknown = [-1] * len(tops[0])
     rows = [unknown if place is None or place >= len(tops) else tops[place] for place in places]
@@ -262,10 +273,11 @@ def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
 
 
 def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
-    """The draft's tokens that are right, from the first one down."""
+    """The correct nodes of a draft, from the root down."""
     tokens = to_list(draft.tokens)
     places = zip(tokens, depths_of(draft.tree), strict=True)
     known = len(coming)
+    # Node at depth d is correct if its token is token d of the recorded text.
     is_right = [depth < known and coming[depth] == token for token, depth in places]
     return walk(is_right, draft.tree)
 
@@ -281,23 +293,23 @@ def score_record(
     *,
     draft_cost: float = 0.0,
 ) -> Record:
-    """Every drafter with every draft length on all texts.
+    """Score every drafter with every draft length on all texts.
 
     Args:
-        record: of a benchmark; its texts are scored.
-        drafters: name -> drafter, None for plain decoding, or a function that makes it, so that one
-            that remembers has a memory for each way of drafting.
-        draft_lengths: numbers and policies, as on the command line. What one learns it keeps from
-            text to text; it begins with the prior of the chip whose curve is named.
-        cost: c(m), in seconds.
-        draft_cost: of a draft token, in c(1).
+        record: a benchmark, whose texts are scored.
+        drafters: name -> drafter, None for plain decoding, or a function that makes the drafter.
+            Give a function for a drafter with a memory, so that each draft length has a new memory.
+        draft_lengths: numbers and policies, as on the command line. A policy that learns keeps its
+            measurements from text to text. It starts from the prior of the curve's chip.
+        cost: c(m) in seconds.
+        draft_cost: cost of a drafted token, in c(1).
 
     Returns:
-        The record with modelled results: for each way of drafting and each category, session, and
-        all texts.
+        The record with modelled results for each drafter, draft length, category and session, and
+        for all texts together.
 
     Raises:
-        ValueError: a drafter draws at random; only drafts that are certain can be replayed.
+        ValueError: a drafter draws at random. Only deterministic drafts can be replayed.
     """
     results: list[Result] = []
     how = record.settings
@@ -318,13 +330,13 @@ def score_record(
 def modelled_results(
     record: Record, cost: CostCurve, drafter: str, length: str, samples: Sequence[Sample]
 ) -> list[Result]:
-    """Results of one way of drafting, relative to plain decoding at the same cost.
+    """Results of a drafter and a draft length, relative to plain decoding at the same cost.
 
-    A curve of measured costs has the measured ratio beside the modelled one.
+    At measured costs, the measured speed is included too.
     """
-    own = [replace(sample, drafter=drafter, draft_length=length) for sample in samples]
+    named_samples = [replace(sample, drafter=drafter, draft_length=length) for sample in samples]
     results = []
-    for result in summarise(own, [], greedy=False):
+    for result in summarise(named_samples, [], greedy=False):
         is_live = cost.name == MEASURED and not result.session
         live = record.live_ratio(drafter, length, result.category) if is_live else None
         results.append(replace(result, cost=cost.name, live_ratio=live))
@@ -334,7 +346,6 @@ def modelled_results(
 def record_of_sessions(
     path: Path | str, model: Path | str | None = None, cost: CostCurve | None = None
 ) -> Record:
-    """A session file as a record, by a model's tokenizer (a small one if None)."""
     name = model or demo_model_path()
     with explained(name):
         tokenizer = load_tokenizer(name)

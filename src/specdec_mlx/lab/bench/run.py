@@ -34,10 +34,15 @@ def run_bench(
     measure_cost: bool = True,
     progress: bool = False,
 ) -> Record:
-    """Run all contenders, plain mlx-lm the first, on all tasks, and compare.
+    """Run all contenders on all tasks, and compare them. Plain mlx-lm is the first contender.
 
-    settings: as the contenders were made with. measure_cost: measure c(m), a sweep before each
-    task. progress: show a bar.
+    Args:
+        model: the target.
+        tasks: the prompts.
+        contenders: made with `settings`.
+        settings: of all contenders.
+        measure_cost: measure c(m) too, with a sweep before each task.
+        progress: show a bar.
     """
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
@@ -47,6 +52,7 @@ def run_bench(
     samples = list(progress_bar(steps, "bench", total, unit="text", disable=not progress))
     is_greedy = settings.temp == 0
     differences = find_differences(model, tasks, samples) if is_greedy else []
+    # Replays use the texts of plain decoding.
     texts = {s.id: s.tokens for s in samples if s.drafter == PLAIN and s.repeat == 0}
     return Record(
         command="",
@@ -75,24 +81,26 @@ def bench_texts(
     settings: Settings | None = None,
     progress: bool = True,
 ) -> Record:
-    """A benchmark of your own texts from Python.
+    """Run a benchmark on your own texts.
 
     Args:
         model: the target.
         tokenizer: the target's, with a chat template.
-        texts: user messages by kind of text.
-        drafters: as on the command line, as are lengths and rules.
-        draft_model: of the drafter "model"; it has the target's tokenizer.
-        temp: temperature; at 0 the texts are compared with plain decoding's.
-        settings: 128 tokens and one repeat if None.
+        texts: kind of text -> user messages.
+        drafters: as on the command line.
+        draft_lengths: as on the command line.
+        draft_model: model of the drafter "model", with the target's tokenizer.
+        rules: as on the command line.
+        temp: temperature. At 0 the texts are compared with plain decoding.
+        settings: None for 128 tokens and one repeat.
         progress: show a bar.
 
     Returns:
-        What `specdec-mlx bench` prints and writes.
+        The record that `specdec-mlx bench` prints and writes.
 
     Raises:
         UnknownNameError: no drafter, length or rule has this name.
-        ValueError: options that a drafter does not take, or no texts.
+        ValueError: a drafter does not take these options, or there are no texts.
     """
     messages = [
         Prompt(f"{kind}/{i}", kind, text)
@@ -108,7 +116,6 @@ def bench_texts(
 
 
 def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[RecordedText]:
-    """Prompts through the tokenizer's chat template. Raises ValueError if there are none."""
     if not messages:
         raise ValueError("No prompts. Give another file, or drop --categories.")
     return [

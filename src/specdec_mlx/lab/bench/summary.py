@@ -26,10 +26,15 @@ ALL = "all"
 
 
 class Difference(Way, frozen=True, kw_only=True):
-    """First place where a sample's text parts from that of plain decoding.
+    """First place where a text differs from plain decoding.
 
-    position: among the generated tokens. top_two_gap: of the target's logits there, in a
-    single-token pass. excused: True if passes over several rows move logits as far by rounding.
+    Attributes:
+        id: of the prompt.
+        category: of the prompt.
+        repeat: run of the prompt.
+        position: index among the generated tokens.
+        top_two_gap: gap between the target's two greatest logits there, in a single-token pass.
+        excused: True if rounding in passes over several positions explains the gap.
     """
 
     id: str
@@ -41,18 +46,27 @@ class Difference(Way, frozen=True, kw_only=True):
 
 
 class Result(Way, frozen=True, kw_only=True):
-    """Comparison of one contender, live or modelled, with plain decoding, on texts of one category.
+    """Comparison of a contender with plain decoding, on the texts of a category.
 
-    Speeds leave out prefill and first round, take the median of the repeats of each text, and are
-    None where no text is longer than its first round.
+    Speeds leave out the prefill and the first round. They use the median of the repeats of each
+    text. They are None if no text is longer than its first round.
 
-    category: "all" is every text. session: of the texts, or "". cost: curve of a modelled run, or
-    "". texts, tokens: in one repeat; other counts are of all. ratio: tokens per second over plain
-    decoding's, with a 95% bootstrap interval over texts; end_to_end_ratio: prefill included, None
-    where modelled. drafting_share: of the passes. peak_memory_gb: with all that ran side by side.
-    first_token_seconds: median; first_token_ratio: over plain decoding's. identical: texts that are
-    plain decoding's in every repeat, None where they were not compared; excused: further ones that
-    part at a near tie only. live_ratio: of a modelled run, as measured at the same cost, or None.
+    Attributes:
+        category: "all" for every text.
+        session: of the texts, or "".
+        cost: curve of a modelled run, or "".
+        texts: number of texts in one repeat.
+        tokens: number of tokens in one repeat. Other counts are over all repeats.
+        ratio: tokens per second relative to plain decoding, with a 95% bootstrap interval over
+            texts from `ratio_low` to `ratio_high`.
+        end_to_end_ratio: the ratio with prefill. None for a modelled run.
+        live_ratio: for a modelled run, the ratio measured at the same cost, or None.
+        drafting_share: share of passes with a draft.
+        peak_memory_gb: includes all contenders that ran side by side.
+        first_token_seconds: median.
+        first_token_ratio: relative to plain decoding.
+        identical: texts that equal plain decoding in every repeat. None if they were not compared.
+        excused: other texts that differ only at near ties.
     """
 
     category: str
@@ -79,16 +93,15 @@ class Result(Way, frozen=True, kw_only=True):
 
     @property
     def accepted_share(self) -> float:
-        """Share of all drafted tokens that was accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
 def find_differences(
     model: nn.Module, tasks: Sequence[RecordedText], samples: Sequence[Sample]
 ) -> list[Difference]:
-    """Compare each sample's text with plain decoding's in the same repeat."""
     prompts = {task.id: task.prompt for task in tasks}
     plain = {(s.id, s.repeat): s.tokens for s in samples if s.drafter == PLAIN}
+    # Repeats and contenders often differ at the same place.
     gap_in = cache(lambda text, position: top_two_gap(model, prompts[text], position))
     tie = cache(lambda: near_tie(probe(model, past_window=False).differences))
     differences = []
@@ -103,13 +116,13 @@ def find_differences(
 
 
 def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Index of the first difference; the shorter length where it begins the longer; or None."""
+    """Index of the first difference, or None. A missing token counts as a difference."""
     pairs = enumerate(zip_longest(tokens, reference))
     return next((i for i, (a, b) in pairs if a != b), None)
 
 
 def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
-    """Difference of the two greatest logits at generated token `position`, decoded plainly."""
+    """Gap between the two greatest logits at generated token `position`, in plain decoding."""
     with closing(generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)) as steps:
         *_, (_, logprobs) = steps
     top: Any = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
@@ -119,10 +132,13 @@ def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float
 def summarise(
     samples: Sequence[Sample], differences: Sequence[Difference], greedy: bool = True
 ) -> list[Result]:
-    """A result per contender and category, "all" after them, and one per session if there are any.
+    """A result for each contender and category, for all categories together, and for each session.
 
-    Without samples of plain decoding the modelled seconds of plain decoding are the baseline.
-    greedy: True if texts were compared.
+    Args:
+        samples: runs of all contenders. Without plain decoding among them, its modelled seconds are
+            the baseline.
+        differences: places where texts differ.
+        greedy: True if texts were compared.
     """
     groups = dict.fromkeys((s.category, "") for s in samples) | {(ALL, ""): None}
     groups |= dict.fromkeys((s.category, s.session) for s in samples if s.session)
@@ -133,13 +149,15 @@ def summarise(
         ]
         plain = [s for s in chosen if s.drafter == PLAIN]
         for key in keys:
-            own = [s for s in chosen if s.key == key]
-            modelled = [replace(s, decode_seconds=s.plain_seconds) for s in own]
-            passes, ids = sum(s.passes for s in own), {s.id for s in own}
+            runs = [s for s in chosen if s.key == key]
+            # A replay has no runs of plain decoding, and each sample knows the modelled time.
+            modelled = [replace(s, decode_seconds=s.plain_seconds) for s in runs]
+            passes, ids = sum(s.passes for s in runs), {s.id for s in runs}
             identity: dict[str, Any] = {"identical": None, "excused": None}
             if greedy:
                 parted = [d for d in differences if d.key == key and d.id in ids]
                 different = {d.id for d in parted}
+                # A text is excused if all its differences are near ties.
                 excused = different - {d.id for d in parted if not d.excused}
                 identity = {"identical": len(ids - different), "excused": len(excused)}
             results.append(
@@ -148,28 +166,29 @@ def summarise(
                     category=category,
                     session=session,
                     texts=len(ids),
-                    tokens=sum(s.num_tokens for s in own if s.repeat == 0),
-                    tokens_per_pass=sum(s.num_tokens for s in own) / passes,
+                    tokens=sum(s.num_tokens for s in runs if s.repeat == 0),
+                    tokens_per_pass=sum(s.num_tokens for s in runs) / passes,
                     target_passes=passes,
-                    drafted=sum(s.drafted for s in own),
-                    accepted=sum(s.accepted for s in own),
-                    drafting_share=sum(s.drafting_rounds for s in own) / passes,
-                    peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
-                    first_token_seconds=median(s.first_seconds for s in own),
-                    **identity | _speeds(_times(own), _times(plain or modelled)),
+                    drafted=sum(s.drafted for s in runs),
+                    accepted=sum(s.accepted for s in runs),
+                    drafting_share=sum(s.drafting_rounds for s in runs) / passes,
+                    peak_memory_gb=max(s.peak_bytes for s in runs) / 1e9,
+                    first_token_seconds=median(s.first_seconds for s in runs),
+                    **identity | _speeds(_times(runs), _times(plain or modelled)),
                 )
             )
     return results
 
 
 def _times(samples: list[Sample]) -> dict[str, list[float]]:
-    """Of each text: mean tokens; median seconds for decoding them, in all, and to the first.
+    """For each text: mean tokens, and median seconds of decoding, in all, and to the first token.
 
-    Decoding seconds are NaN where a text is no longer than its first round.
+    Decoding seconds are NaN if a text is no longer than its first round.
     """
     times = {}
     for name in dict.fromkeys(s.id for s in samples):
         runs = [s for s in samples if s.id == name]
+        # Sampled texts of several repeats differ in length.
         tokens = mean(s.num_tokens for s in runs)
         pace = median([s.seconds_per_token for s in runs if s.seconds_per_token] or [nan])
         in_all, first = (median(s.seconds for s in runs), median(s.first_seconds for s in runs))
@@ -177,13 +196,12 @@ def _times(samples: list[Sample]) -> dict[str, list[float]]:
     return times
 
 
-def _speeds(own: dict[str, list[float]], baseline: dict[str, list[float]]) -> dict[str, Any]:
-    """The fields of a result that are speeds, of texts that both sides have times for."""
+def _speeds(contender: dict[str, list[float]], baseline: dict[str, list[float]]) -> dict[str, Any]:
     speeds: dict[str, float] = {}
-    names = [name for name in own if name in baseline]
+    names = [name for name in contender if name in baseline]
     if not names:
         return speeds
-    ours, plain = (np.array([side[name] for name in names]) for side in (own, baseline))
+    ours, plain = (np.array([side[name] for name in names]) for side in (contender, baseline))
     is_live = plain[:, 3].sum() > 0  # a modelled text takes no time to its first token
     if is_live:
         speeds["first_token_ratio"] = ours[:, 3].sum() / plain[:, 3].sum()
@@ -191,6 +209,7 @@ def _speeds(own: dict[str, list[float]], baseline: dict[str, list[float]]) -> di
     ours, plain = ours[is_timed], plain[is_timed]
     if len(ours):
         tokens, seconds, *_ = ours.sum(axis=0)
+        # Total tokens over total seconds, so long texts weigh more.
         ratio = ratio_of(ours[:, :2], plain[:, :2])
         speeds |= {"total_tokens_per_second": tokens / seconds, "ratio": ratio.mean}
         speeds |= {"ratio_low": ratio.low, "ratio_high": ratio.high}

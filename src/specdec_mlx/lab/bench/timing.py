@@ -35,10 +35,15 @@ MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 
 
 class Emitted(NamedTuple):
-    """One token, with the loop's own counts up to it.
+    """A token, with the loop's counts so far.
 
-    passes: of the target, with that of the first token; None: one a token. drafting: passes that
-    had a draft. at: when the token was known, by `time.perf_counter`; None: now.
+    Attributes:
+        token: its id.
+        from_draft: True for an accepted draft token.
+        passes: passes of the target, counting the first token's. None for a pass per token.
+        drafted: draft tokens.
+        drafting: passes with a draft.
+        at: when the token was known, by `time.perf_counter`. None for now.
     """
 
     token: int
@@ -54,7 +59,7 @@ Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 
 
 class Way(Struct, frozen=True, forbid_unknown_fields=True):
-    """A way to generate, by its flags on the command line; "" where it has none."""
+    """Flags of the command line that name a way to generate. "" where a flag does not apply."""
 
     drafter: str
     draft_length: str = ""
@@ -62,19 +67,16 @@ class Way(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """All three, which tell contenders apart."""
         return self.drafter, self.draft_length, self.rule
 
 
 class Contender(Way, frozen=True, kw_only=True):
-    """A way to generate, and how it starts."""
+    """A way to generate, with the function that starts a generation."""
 
     start: Start
 
 
 def plain(model: nn.Module, temp: float = 0.0) -> Contender:
-    """mlx-lm without speculation, which all others are compared with."""
-
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
         sampler = make_sampler(temp)
@@ -89,8 +91,7 @@ def plain(model: nn.Module, temp: float = 0.0) -> Contender:
 def mlx_lm_speculation(
     model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
 ) -> Contender:
-    """mlx-lm's own speculative decoding, `draft_length` tokens a round."""
-    # may go; nothing else hangs on it
+    # mlx-lm may remove it, and only this contender needs it
     from mlx_lm.generate import speculative_generate_step
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
@@ -98,6 +99,7 @@ def mlx_lm_speculation(
         options = {"num_draft_tokens": draft_length, "max_tokens": max_tokens}
         options |= {"sampler": make_sampler(temp)}
         steps = speculative_generate_step(mx.array(prompt), model, draft_model, **options)
+        # mlx-lm reports no rounds. A token of the target ends each round.
         counts, begins_round = np.zeros(3, int), True
         with closing(steps):
             for n, (token, _, from_draft) in enumerate(steps):
@@ -121,17 +123,26 @@ def ours(
     tuning_for_text: Callable[[], Tuning] | None = None,
     is_seeded: bool = False,
 ) -> Contender:
-    """Our loop with a drafter, or with none, by the name that tables give it.
+    """Our loop as a contender.
 
-    tuning_for_text: returns what an automatic length begins a text with, and learns; None for a new
-    one for each repeat, since a text seen before is no fair test. is_seeded: measure rule "auto" as
-    it is for a caller who gives a seed.
+    Args:
+        model: the target.
+        drafter: None for the loop without drafts.
+        name: of the drafter in tables.
+        draft_length: as on the command line.
+        temp: temperature.
+        tokenizer: the target's.
+        rule: as on the command line.
+        tuning_for_text: returns the measurements with which "auto" begins a text. None begins anew
+            in each repeat, because a text that was seen before is no fair test.
+        is_seeded: measure rule "auto" as it works with a seed.
     """
     how = make_rule(rule, is_seeded=is_seeded)
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+        # A repeat has its own seed, so "auto" begins anew in each repeat.
         if tuning_for_text is None and seed not in tunings:
             tunings[seed] = Tuning.for_model(model)
         tokens = speculate(
@@ -164,11 +175,17 @@ TURN_TOKENS = 8  # tokens that a contender generates before it is another one's 
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
-    """How contenders generate. ValueError for no token or no repeat.
+    """Settings of all contenders. ValueError for no token or no repeat.
 
-    seed: of draws, 0 for None; one that is given makes rule "auto" the coupled one. end_tokens: end
-    a text. temp: temperature; at 0 texts are compared. model, dtype, vocab_size: of the target, as
-    the record of a benchmark names them.
+    Attributes:
+        max_tokens: of each text.
+        repeats: timed runs of each text.
+        seed: of draws, None for 0. With a seed, rule "auto" is the coupled rule.
+        end_tokens: ids that end a text.
+        temp: temperature. At 0 texts are compared.
+        model: name of the target, for the record.
+        dtype: of the target, for the record.
+        vocab_size: of the target, for the record.
     """
 
     max_tokens: int = 128
@@ -193,9 +210,9 @@ def make_contenders(
     tokenizer: Any = None,
     rules: Sequence[str] = ("auto",),
 ) -> list[Contender]:
-    """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
+    """Plain mlx-lm, its own speculation if there is a draft model, and each drafter in all ways.
 
-    Raises ValueError for a name or an option that is not known.
+    Raises ValueError for an unknown name or option.
     """
     temp, is_seeded = settings.temp, settings.seed is not None
     contenders = [plain(model, temp)]
@@ -215,13 +232,24 @@ def make_contenders(
 
 
 class Sample(Way, frozen=True, kw_only=True):
-    """One run: a text that was generated, or modelled, by one contender.
+    """One run of a contender on a prompt.
 
-    id, category, session: of the prompt. repeat: which run of the prompt it is. tokens: [n] ids,
-    the end token included. first_round: tokens that came with the first round, whose time, prefill
-    included, is `first_seconds`; both are 0 where modelled. decode_seconds: from there to the last
-    token; plain_seconds: of plain decoding, where modelled. passes, drafting_rounds: of the target,
-    and those with a draft. peak_bytes: with all that ran side by side.
+    Attributes:
+        id: of the prompt.
+        category: of the prompt.
+        session: of the prompt.
+        repeat: run of the prompt.
+        num_tokens: length of the text.
+        tokens: [n] ids with the end token.
+        first_round: tokens of the first round. 0 for a modelled run.
+        first_seconds: duration of prefill and first round. 0 for a modelled run.
+        decode_seconds: from the end of the first round to the last token.
+        plain_seconds: duration of plain decoding, for a modelled run.
+        passes: passes of the target.
+        drafted: draft tokens.
+        accepted: accepted draft tokens.
+        drafting_rounds: passes with a draft.
+        peak_bytes: memory, with all contenders that ran side by side.
     """
 
     id: str
@@ -242,12 +270,11 @@ class Sample(Way, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """All of them."""
         return self.first_seconds + self.decode_seconds
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Decoding seconds a token; None where all tokens came with the first round."""
+        """Decoding seconds per token. None if all tokens came with the first round."""
         num_timed = self.num_tokens - self.first_round
         return self.decode_seconds / num_timed if num_timed > 0 else None
 
@@ -258,9 +285,13 @@ def run_interleaved(
     settings: Settings,
     between_tasks: Callable[[], None] = lambda: None,
 ) -> Iterator[Sample]:
-    """Every contender on every task, `repeats` times, in turns of a few tokens, after a warm-up.
+    """Run every contender on every task `repeats` times, in turns of a few tokens, after a warm-up.
 
-    between_tasks: called before each task.
+    Args:
+        tasks: the prompts.
+        contenders: the ways to generate.
+        settings: of all contenders.
+        between_tasks: called before each task.
     """
     short = replace(settings, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens))
     for contender in contenders:
@@ -268,6 +299,7 @@ def run_interleaved(
     for task in tasks:
         between_tasks()
         for repeat in range(settings.repeats):
+            # Turns of a few tokens expose all contenders to the same changes in speed.
             runs = [turns_of(contender, task, settings, repeat) for contender in contenders]
             yield from take_turns(runs, seed=repeat)
 
@@ -277,14 +309,17 @@ def take_turns(
     seed: int = 0,
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> list[Sample]:
-    """Bring all runs to their end, a turn each, in an order that is drawn anew.
+    """Run all generations to their end, in turns of random order.
 
-    On several ranks a turn is a whole text. may_go_on: asked before each round of turns; at a no
-    all end as far as they are.
+    Args:
+        runs: results of `turns_of`.
+        seed: of the order.
+        may_go_on: asked before each round of turns. If it returns False, all generations stop.
     """
     draws, samples, under_way = random.Random(seed), dict[int, Sample](), {*range(len(runs))}
     num_turns = 1 if mx.distributed.init().size() == 1 else None
     while under_way and may_go_on():
+        # A random order spreads the effects of heat and of caches over all.
         for i in draws.sample(sorted(under_way), len(under_way)):
             if turns := list(islice(runs[i], num_turns)):
                 samples[i] = turns[-1]
@@ -298,7 +333,6 @@ def take_turns(
 def time_generation(
     contender: Contender, task: RecordedText, settings: Settings, repeat: int
 ) -> Sample:
-    """Generate one text to its end, or to max_tokens; `repeat` decides the seed."""
     *_, sample = turns_of(contender, task, settings, repeat, settings.max_tokens)
     return sample
 
@@ -310,11 +344,11 @@ def turns_of(
     repeat: int,
     num_tokens: int = TURN_TOKENS,
 ) -> Generator[Sample, None, None]:
-    """Generate a text in turns of `num_tokens`, the first of one; yield the sample so far.
+    """Generate a text in turns of `num_tokens`, with a first turn of one token.
 
-    The clock runs in the turns, until the device is idle.
+    Yields the sample so far after each turn. The clock runs during turns, until the device is idle.
     """
-    emitted, ends, seed = list[Emitted](), settings.end_tokens, (settings.seed or 0) + repeat
+    emitted, end_tokens, seed = list[Emitted](), settings.end_tokens, (settings.seed or 0) + repeat
     start = first_seconds = decode_seconds = 0.0
     peak_bytes, size = 0, 1
     with closing(contender.start(task.prompt, settings.max_tokens, seed)) as stream:
@@ -324,20 +358,21 @@ def turns_of(
             began = time.perf_counter()
             for item in islice(stream, size):
                 emitted.append(item)
-                if item.token in ends:
+                if item.token in end_tokens:
                     break
             emitted_at = time.perf_counter()
+            # Work that a turn started must not run in the time of the next contender.
             mx.synchronize(generation_stream)
             if is_first:
                 start, first_seconds = began, emitted_at - began
-                began = emitted_at  # the pass under way is for the tokens after
+                began = emitted_at  # The pass in progress is for the next tokens.
             decode_seconds += time.perf_counter() - began
             peak_bytes = max(peak_bytes, mx.get_peak_memory())
             first, last = emitted[0], emitted[-1]
             if first.at is not None and last.at is not None:
-                # a loop that does not stream has run in its first turn
+                # A loop that does not stream runs in its first turn, and reports when tokens came.
                 first_seconds, decode_seconds = first.at - start, last.at - first.at
-            own = (i for i, item in enumerate(emitted, 1) if not item.from_draft)
+            target_tokens = (i for i, item in enumerate(emitted, 1) if not item.from_draft)
             yield Sample(
                 *contender.key,
                 id=task.id,
@@ -345,7 +380,7 @@ def turns_of(
                 repeat=repeat,
                 num_tokens=len(emitted),
                 tokens=[item.token for item in emitted],
-                first_round=next(own, len(emitted)),
+                first_round=next(target_tokens, len(emitted)),
                 first_seconds=first_seconds,
                 decode_seconds=decode_seconds,
                 passes=len(emitted) if last.passes is None else last.passes,
@@ -354,5 +389,5 @@ def turns_of(
                 drafting_rounds=last.drafting,
                 peak_bytes=peak_bytes,
             )
-            left = 0 if last.token in ends else settings.max_tokens - len(emitted)
+            left = 0 if last.token in end_tokens else settings.max_tokens - len(emitted)
             size = min(num_tokens, left)

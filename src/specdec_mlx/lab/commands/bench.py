@@ -28,9 +28,8 @@ from specdec_mlx.rules import make_rule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `specdec-mlx bench`."""
     add, count = parser.add_argument, number(int, 1)
-    several = partial(add, action="append")
+    add_repeatable = partial(add, action="append")
     add("--model", help=SMALL_MODEL)
     add("--prompts", **FILE, help="JSON lines with id, category, turns (default: ours)")
     sessions = "conversations in order instead: JSON lines with messages, or turns and reference"
@@ -39,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
     add_drafting(parser, "a head, or a model: mlx-lm's own takes part too")
     length, lengths = (checked(parse_draft_length), "repeatable: every drafter with every length")
-    several("--num-draft-tokens", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
+    add_repeatable("--num-draft-tokens", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
     rules = "acceptance rule, repeatable: every drafter and length with every rule (auto)"
-    several("--rule", type=checked(make_rule), metavar="NAME", help=rules)
+    add_repeatable("--rule", type=checked(make_rule), metavar="NAME", help=rules)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
@@ -58,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(
     args: argparse.Namespace, others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None
 ) -> int:
-    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
+    """Return 1 if a greedy text differs from plain decoding beyond rounding, and 0 otherwise."""
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     choice = choice_of(args)
     lengths, rules = args.num_draft_tokens or ("auto",), args.rule or ("auto",)
-    ends = tokenizer.eos_token_ids
-    how = Settings(args.max_tokens, args.repeats, args.seed, ends, args.temp)
+    end_tokens = tokenizer.eos_token_ids
+    how = Settings(args.max_tokens, args.repeats, args.seed, end_tokens, args.temp)
     contenders = make_contenders(model, choice, lengths, how, tokenizer, rules)
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)

@@ -19,7 +19,6 @@ from specdec_mlx.sampling import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `specdec-mlx check`."""
     add = parser.add_argument
     add("--model", help=SMALL_MODEL)
     add_drafting(parser, "a model to draft with, a trained head, or auto")
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run and print the report; 0 if all of it passed, else 1."""
+    """Return 0 if all parts passed, and 1 otherwise."""
     sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
     choice = choice_of(args)
     prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None

@@ -1,7 +1,7 @@
-"""`specdec-mlx demo`: plain against speculative, on real text.
+"""`specdec-mlx demo`: plain decoding against speculation, on real text.
 
-It shows `num_draft_tokens="auto"` where it gains (an edit, a summary, the trained pair) and where
-nothing can be gained (a chat), beside a fixed length, in turns of a few tokens.
+It shows `num_draft_tokens="auto"` beside a fixed length, in turns of a few tokens. "auto" gains on
+an edit, a summary and the trained pair, and nothing can be gained on a chat.
 """
 
 from __future__ import annotations
@@ -108,7 +108,13 @@ WIDTH = 100  # columns of the lines beneath the table
 
 @dataclass(frozen=True)
 class Show:
-    """Texts that one model writes with a drafter; from `live` "auto" learns what passes cost."""
+    """Texts that one model writes with a drafter.
+
+    Attributes:
+        name: of the drafter in tables.
+        live: prompt of a text from which "auto" learns the costs of passes.
+        tasks: prompts of the texts that are compared.
+    """
 
     model: nn.Module
     tokenizer: Any
@@ -121,7 +127,6 @@ class Show:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `specdec-mlx demo`."""
     add, count = parser.add_argument, number(int, 1)
     add("--model", help=SMALL_MODEL)
     add(
@@ -148,9 +153,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Say what is going to happen, run it, and show it; 1 if a text is not plain decoding's.
+    """Return 1 if a text differs from plain decoding beyond rounding, and 0 otherwise.
 
-    The pair that ships is shown beside the default model alone.
+    The pair that ships is shown with the default model only.
     """
     preloaded = {} if args.print_model_path else start_again_with_openblas("demo")
     path = args.model or demo_model.demo_model_path()
@@ -174,6 +179,7 @@ def main(args: argparse.Namespace) -> int:
             responses = live_text(show, draft_length, began + LIVE_SHARE * seconds * (i + 1))
             show_live(responses) if i == 0 else deque(responses, maxlen=0)
         for show in shows[::-1]:  # the pair first, which takes little
+            # The last show may use all time that is left.
             share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
             samples = play(show, draft_length, began + share * seconds, args.repeats)
             differences = find_differences(show.model, show.tasks, samples)
@@ -185,17 +191,16 @@ def main(args: argparse.Namespace) -> int:
 
 
 def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
-    """An edit, a summary and a chat, with look-up."""
     tasks = [
         RecordedText(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()
     ]
-    live, ends = encode_chat(tokenizer, LIVE_PROMPT), frozenset(tokenizer.eos_token_ids)
+    live, end_tokens = encode_chat(tokenizer, LIVE_PROMPT), frozenset(tokenizer.eos_token_ids)
     drafter = SuffixDrafter()
-    return Show(model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, ends)
+    return Show(model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, end_tokens)
 
 
 def pair_that_ships() -> Show:
-    """The lab pair, on a text of a kind that it was not trained on."""
+    """The lab pair, on a text from a topic that it was not trained on."""
     target, draft, tokenizer = load_pair()
     opening, live = (
         list(tokenizer.encode(text)) for name, _, text in held_out_openings() if name == PAIR_TOPIC
@@ -206,12 +211,12 @@ def pair_that_ships() -> Show:
 
 
 def say(text: str) -> None:
-    """Print to standard error, at once; results go to standard output."""
+    """Print to standard error at once. Results go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 def say_what_multiplies(preloaded: dict[str, str]) -> None:
-    """On a Linux CPU, name the BLAS, and what it means for speculation and other programs."""
+    """On a Linux CPU, name the BLAS, and its consequences for speculation."""
     if sys.platform != "linux" or mx.default_device() != mx.cpu:
         return
     if blas_name() == REFERENCE_BLAS:
@@ -227,7 +232,6 @@ def say_what_multiplies(preloaded: dict[str, str]) -> None:
 
 
 def live_text(show: Show, draft_length: str, until: float) -> Iterator[SpeculativeResponse]:
-    """A text that is not compared, until it ends, or its time does after `LIVE_TOKENS`."""
     responses = stream_generate(
         *(show.model, show.tokenizer, show.live, show.max_tokens),
         drafter=show.drafter,
@@ -236,13 +240,13 @@ def live_text(show: Show, draft_length: str, until: float) -> Iterator[Speculati
     with closing(responses):
         for response in responses:
             yield response
+            # "auto" needs some passes to learn their costs.
             is_long_enough = response.generation_tokens >= LIVE_TOKENS
             if is_long_enough and time.perf_counter() > until:
                 return
 
 
 def show_live(responses: Iterator[SpeculativeResponse]) -> None:
-    """Stream a text; accepted draft tokens are underlined on a terminal."""
     on, off = ("\033[4m", "\033[0m") if sys.stdout.isatty() else ("", "")
     print(f"Live{' (accepted drafts underlined)' if on else ''}:\n")
     for response in responses:
@@ -252,13 +256,13 @@ def show_live(responses: Iterator[SpeculativeResponse]) -> None:
 
 
 def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Sample]:
-    """Each text by all contenders in turns, cut at one token where its share of the time is over.
+    """Write each text with all contenders in turns, and cut all at the same token in time.
 
-    The first text is long enough to be timed, whatever it takes; later ones may be left out.
+    The first text is always long enough to be timed. Later texts may be left out.
     """
 
     def learned() -> Tuning:
-        """Begin each text with a copy of what "auto" learned from the live text."""
+        # Each text begins with what "auto" learned from the live text.
         return copy.deepcopy(tuning_for(show.model))
 
     way: Any = {"tokenizer": show.tokenizer, "tuning_for_text": learned}
@@ -276,27 +280,26 @@ def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Samp
             runs = [turns_of(way, task, settings, repeat) for way in contenders]
             samples += take_turns(runs, repeat, turns_until(now + (until - now) / left))
         now = time.perf_counter()
+        # A repeat takes about as long as the repeat before.
         if now + (now - began) > until:
             break
     return samples
 
 
 def turns_until(end: float) -> Callable[[], bool]:
-    """True, asked before each turn, until there are `LEAST_TOKENS`, and then until `end`."""
+    """A condition for more turns: fewer than `LEAST_TOKENS`, or before `end`."""
     turns = count()
     least = 1 + math.ceil(LEAST_TOKENS / TURN_TOKENS)  # the first turn is one token
     return lambda: next(turns) < least or time.perf_counter() < end
 
 
 def verdict(row: Result) -> str:
-    """How a text compares with plain decoding's in all repeats."""
     if row.identical:
         return IDENTICAL
     return TIE if row.excused else DIFFERENT
 
 
 def is_timed(row: Result) -> bool:
-    """Whether the text is long enough for its speed to be shown."""
     return row.ratio is not None and row.tokens >= LEAST_TOKENS
 
 
@@ -310,12 +313,11 @@ COLUMNS: Columns = {
 
 
 def format_table(rows: Sequence[Result]) -> str:
-    """The comparison as text, one line for each row that is long enough."""
     return markdown_table(*results_table([row for row in rows if is_timed(row)], COLUMNS, "text"))
 
 
 def remarks(rows: Sequence[Result], texts: Sequence[str]) -> list[str]:
-    """Why a text has no row, and why "auto" is below plain decoding in a short row."""
+    """Why a text has no row, and why "auto" is slower than plain decoding in a short row."""
     begun = {row.category for row in rows}
     lines = [
         f"{text} is left out: the time was over before its turn. Use a larger --seconds."
@@ -323,6 +325,7 @@ def remarks(rows: Sequence[Result], texts: Sequence[str]) -> list[str]:
         if text not in begun
     ]
     for row in rows:
+        # Short texts do not repay the drafts with which "auto" learns.
         is_short = row.draft_length == "auto" and row.tokens < SHORT_TOKENS
         if not is_timed(row):
             lines.append(
@@ -346,7 +349,14 @@ def remarks(rows: Sequence[Result], texts: Sequence[str]) -> list[str]:
 def legend(
     rows: Sequence[Result], texts: Sequence[str], model: nn.Module, plain_speed: float | None
 ) -> str:
-    """The outcome, how to read the table, and the machine. plain_speed: tokens per second."""
+    """The outcome, an explanation of the table, and the machine.
+
+    Args:
+        rows: of the table.
+        texts: names of all texts.
+        model: the target.
+        plain_speed: of plain decoding in tokens per second.
+    """
     speed = f" ({plain_speed:.1f} a second)" if plain_speed else ""
     num_same = sum(verdict(row) == IDENTICAL for row in rows)
     machine = describe_machine()

@@ -19,12 +19,10 @@ PLACES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `specdec-mlx new-drafter`."""
     parser.add_argument("name", type=argument(new_name), help="as --drafter will take it")
 
 
 def new_name(text: str) -> str:
-    """A name that a drafter can have and none has; raises ValueError."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", text):
         raise ValueError(f"{text!r}: expected small letters, digits and single hyphens.")
     if text in drafter_names():
@@ -33,7 +31,7 @@ def new_name(text: str) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the package beside what is here; raises FileExistsError where it is already."""
+    """Write the package into the working directory. FileExistsError if it exists."""
     folder = Path(f"specdec-mlx-{args.name}")
     if folder.exists():
         raise FileExistsError(f"{folder} exists already. Give another name, or remove it.")

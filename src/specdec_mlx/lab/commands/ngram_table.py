@@ -11,7 +11,7 @@ from specdec_mlx.memory.store import texts_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions of `specdec-mlx ngram-table`; a new table is like the first that is merged."""
+    """The actions of `specdec-mlx ngram-table`. A merged table has the settings of the first."""
     actions = Actions(
         NGramTable,
         _facts,
@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(args: argparse.Namespace) -> None:
-    """Build a table; raises FileExistsError for one that is there."""
     if args.out.exists():
         raise FileExistsError(
             f"{args.out} is there already, and counts cannot be told apart again. Count into "

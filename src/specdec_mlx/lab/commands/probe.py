@@ -11,12 +11,11 @@ from specdec_mlx.models.loading import load_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `specdec-mlx probe`."""
     parser.add_argument("--model", help=SMALL_MODEL)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the report; 0 if passes are exact, else 1, so that a script can ask."""
+    """Return 0 if passes are exact, and 1 otherwise, for use in scripts."""
     report = probing.probe(load_model(args.model or demo_model_path())[0])
     print(report)
     return 0 if report.exact else 1

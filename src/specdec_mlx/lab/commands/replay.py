@@ -23,19 +23,18 @@ DEFAULT_SLOPE = "linear:0.24"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `specdec-mlx replay`."""
-    add, several = parser.add_argument, partial(parser.add_argument, action="append")
+    add, add_repeatable = parser.add_argument, partial(parser.add_argument, action="append")
     add("record", nargs="?", **FILE, help="what specdec-mlx bench --json wrote")
     sessions = "conversations instead, as JSON lines with messages, or turns and reference; of the "
     add("--sessions", **FILE, help=f"{sessions}other file only the costs are taken")
     add("--model", help="for --sessions: whose tokenizer (default: a small one)")
     add_drafting(parser, "a model to draft with; it really runs")
-    several(
+    add_repeatable(
         "--num-draft-tokens", metavar="N|POLICY", help=f"repeatable ({', '.join(DEFAULT_LENGTHS)})"
     )
     costs = "repeatable: measured, linear:SLOPE, costs of 1, 2 ... positions as 1,1.1, or a chip as"
     costs += f" others measured it: m3-max, m4-pro, m5-max-27b, ... (measured, {DEFAULT_SLOPE})"
-    several("--cost", metavar="CURVE", help=costs)
+    add_repeatable("--cost", metavar="CURVE", help=costs)
     each = "of a token drafted by a model, in passes over one position (%(default)s)"
     add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
     add("--json", type=new_file, metavar="FILE", help="write the scores")
@@ -43,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Score, and print a table per cost curve."""
     record, drafters = read_record(args), drafters_of(args)
     lengths, results = args.num_draft_tokens or DEFAULT_LENGTHS, list[Result]()
     for cost in costs_of(args, record):
@@ -55,7 +53,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write(args: argparse.Namespace, scored: Record) -> None:
-    """Write the files that were asked for: results as JSON, and a picture of the first cost's."""
     if args.json:
         args.json.write_text(json.dumps(scored.rows(), indent=1), encoding="utf-8")
     if args.plot:
@@ -65,7 +62,7 @@ def write(args: argparse.Namespace, scored: Record) -> None:
 
 
 def read_record(args: argparse.Namespace) -> Record:
-    """The texts to score, and the costs that were measured. Raises ValueError where none is."""
+    """The texts to score, with measured costs. ValueError if there are none."""
     record = load_record(args.record) if args.record else None
     if args.sessions:
         return record_of_sessions(args.sessions, args.model, record.cost if record else None)
@@ -75,14 +72,14 @@ def read_record(args: argparse.Namespace) -> Record:
 
 
 def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
-    """The curves that were named, else the measured one and what Apple GPUs are said to cost."""
+    """The named curves. By default the measured curve, and a typical curve of Apple GPUs."""
     usual = [MEASURED] * bool(record.cost) + [DEFAULT_SLOPE]
     return [parse_cost(text, record.cost) for text in args.cost or usual]
 
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
-    """Ways to make the drafters that were named; each is tried once."""
     ways = {spec: one.resolve for spec, one in choice_of(args).each().items()}
+    # Errors come before the first score.
     for make in ways.values():
         make()
     return dict(ways)

@@ -12,7 +12,6 @@ SMALL_MODEL = "model folder or Hugging Face name (default: a small one)"
 
 
 def add_drafting(parser: argparse.ArgumentParser, draft_model: str) -> None:
-    """Add the flags that choose drafters. draft_model: help of --draft-model."""
     spec, drafters = "NAME[:KEY=VALUE,...]", f"repeatable; none: without ({DEFAULT_DRAFTER})"
     parser.add_argument("--drafter", action="append", metavar=spec, help=drafters)
     parser.add_argument("--draft-model", metavar="MODEL", help=draft_model)

@@ -27,7 +27,6 @@ INIT = "what to begin with: a draft model, or a head of this kind and size"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
     count, rate = number(int, 1), Updates.learning_rate
     add = parser.add_argument
     add("--model", required=True, help="target: folder or Hugging Face name")
@@ -75,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train, and print the acceptance."""
     target, tokenizer = load_model(args.model)
     keep: Any = {"work": args.work, "keep_work": args.keep_work}
     try:
@@ -92,14 +90,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """Read the flags, which have the names of the settings."""
-
     def part(kind: type) -> Any:
         return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
-    named = {name: getattr(args, name) for name in ("model", "kind", "init", "dtype")}
+    names = {name: getattr(args, name) for name in ("model", "kind", "init", "dtype")}
     parts = {"data": part(Data), "size": part(Size), "schedule": part(Updates)}
-    return Plan(**named, **parts, num_steps=args.draft_steps)
+    return Plan(**names, **parts, num_steps=args.draft_steps)
 
 
 def _temps(text: str) -> tuple[float, ...]:

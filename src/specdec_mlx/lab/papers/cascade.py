@@ -1,8 +1,8 @@
-"""A horizontal cascade: a model writes the first tokens of a draft, look-up the later ones.
+"""A horizontal cascade: a model drafts the first tokens, and prompt lookup the later tokens.
 
-Later tokens are less likely to be reached, so that an expensive drafter is spent on the first ones
-alone (Chen et al. 2023, arXiv 2312.11462). What look-up finds follows from the text and the tokens
-drawn before it: each later token is a point mass, given those.
+Later tokens are reached less often, so an expensive drafter makes the first tokens only (Chen et
+al. 2023, arXiv 2312.11462). A looked-up token follows from the text and the tokens before it, so it
+is a point mass, given these tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import CombinedSession, Several, context_for
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.duck_typed import as_drafter, begin_session
-from specdec_mlx.lab.papers.ahead import begin_ahead
+from specdec_mlx.lab.papers.draft_ahead import begin_ahead
 from specdec_mlx.lab.papers.tree_drafts import one_hot_rows
 from specdec_mlx.token_ids import to_ids, to_list
 
@@ -41,12 +41,16 @@ NUM_FIRST = 4
 
 @dataclass(frozen=True)
 class Cascade(Several):
-    """Drafts whose first tokens a model writes, and look-up the later ones where it finds any.
+    """Drafts whose first tokens a model writes, and whose later tokens prompt lookup finds.
 
-    first: a drafter that costs time, which drafts chains. then: a look-up that can be asked about a
-    text that may not come (`SuffixDrafter`, `PromptLookupDrafter`), or its name. num_first: most
-    tokens by `first`. Raises ValueError for parts that cannot be put together, and for a number
-    below 1.
+    Args:
+        first: a drafter that costs time and drafts chains.
+        then: a look-up that can draft after tokens that are not in the text yet (`SuffixDrafter`,
+            `PromptLookupDrafter`), or its name.
+        num_first: most tokens by `first`.
+
+    Raises:
+        ValueError: the parts do not fit together, or `num_first` is below 1.
     """
 
     first: Drafter
@@ -76,15 +80,14 @@ class Cascade(Several):
 
     @property
     def key(self) -> str:
-        """The keys of both, and the number of first tokens."""
         return f"Cascade({', '.join(one.key for one in self.drafters)}, num_first={self.num_first})"
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> Cascade:
-        """This cascade, of a changed model; its look-up stays."""
+        """This cascade with a changed first drafter and the same look-up."""
         return replace(self, first=change(self.first))
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
-        """Begin with both; ValueError for a look-up that cannot be asked ahead."""
+        """Begin with both drafters. ValueError if the look-up cannot draft ahead of the text."""
         first, then = self.drafters
         writer = begin_session(first, list(prompt), context_for(first, context))
         look_up = begin_ahead(self, then, prompt, context_for(then, context))
@@ -98,47 +101,44 @@ def cascade(
     num_first: int = NUM_FIRST,
     **options: Any,
 ) -> Cascade:
-    """The first tokens of a draft by a draft model or head, the later ones by look-up."""
+    """Make a `Cascade` from a draft model or a head, and a look-up."""
     first = ModelDrafter(model, tokenizer, **options) if isinstance(model, nn.Module) else model
     return Cascade(first, then, num_first)
 
 
 class CascadeSession(CombinedSession):
-    """One generation of both, of which the first one drafts chains."""
+    """A generation with a drafter for the first tokens, and a look-up for the later tokens."""
 
     def __init__(self, keyed: Sequence[tuple[str, Session]], num_first: int) -> None:
-        """keyed: sessions of the first and the look-up. num_first: most tokens by the first."""
         super().__init__(keyed)
-        # a wrapper is told of the end, and the session in it is asked
-        (((_, self.first),), ((_, self.then),)) = self.asked
+        # A wrapper sees the end of the generation. Drafts come from the session in it.
+        (((_, self.first),), ((_, self.then),)) = self.session_groups
         self.num_first = num_first
 
     @property
     def can_stop(self) -> bool:
-        """True if the first one can."""
         return self.first.can_stop
 
     def propose(self, limit: int) -> Draft:
-        """Up to `limit` tokens, as many of them by the first as it may write."""
         draft = self.first.propose(min(limit, self.num_first))
         return self._continued(draft, limit, lambda evidence: Step.GO_ON)
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Up to `limit` tokens, as long as they are worth it."""
         draft = self.first.propose_while(min(limit, self.num_first), goes_on)
         return self._continued(draft, limit, goes_on)
 
     def _continued(self, draft: Draft, limit: int, goes_on: GoesOn) -> Draft:
-        """A draft, and what look-up finds after it, as far as that is worth its positions."""
+        """A draft followed by looked-up tokens, as long as these are worth their positions."""
         room = limit - len(draft)
         if not len(draft) or not room:
             return draft
-        written = to_list(draft.tokens)
-        found = self.then.propose_after(written, room)
-        assert found.logprobs is None, "a look-up's draft is a point mass"
+        first_tokens = to_list(draft.tokens)
+        continuation = self.then.propose_after(first_tokens, room)
+        assert continuation.logprobs is None, "a look-up's draft is a point mass"
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []
-        for token, match in zip(*tokens_and_evidence(found), strict=True):
+        for token, match in zip(*tokens_and_evidence(continuation), strict=True):
+            # Looked-up tokens take no time, so only their positions have to pay.
             evidence.append(_evidence(match)._replace(is_free=True))
             step = goes_on(evidence)
             if step is not Step.STOP_BEFORE:
@@ -147,8 +147,9 @@ class CascadeSession(CombinedSession):
                 break
         if not tail:
             return draft
-        tokens, logprobs = [*written, *tail], draft.logprobs
+        tokens, logprobs = [*first_tokens, *tail], draft.logprobs
         if logprobs is not None:
+            # A looked-up token is certain, given the tokens before it.
             rows = one_hot_rows(to_ids(tail), logprobs.shape[-1])
             logprobs = mx.concatenate([logprobs, rows])
         return Draft(tokens, logprobs, draft.evidence and evidence[: len(tokens)])

@@ -23,9 +23,11 @@ from specdec_mlx.memory.persistent import PersistentStore, opened
 
 
 class TableHeader(FileHeader, kw_only=True):
-    """FileHeader of a table's file.
+    """Header of a table's file.
 
-    bounds: max_order, min_order, max_entries. orders: [order, number of n-grams] of each.
+    Attributes:
+        bounds: max_order, min_order, max_entries.
+        orders: (order, number of n-grams) each.
     """
 
     bounds: tuple[int, int, int]
@@ -33,9 +35,13 @@ class TableHeader(FileHeader, kw_only=True):
 
 
 class NGramTable(PersistentStore):
-    """Counts of what followed each context, for `TabledNGramDrafter`; thread-safe.
+    """Counts of the tokens after each context, for `TabledNGramDrafter`. It is thread-safe.
 
-    max_order, min_order, max_entries: as there. tokenizer: as of a `Memory`.
+    Args:
+        max_order: tokens of the longest n-gram.
+        min_order: tokens of the shortest n-gram.
+        max_entries: most pairs of context and token for each order.
+        tokenizer: as for `Memory`.
     """
 
     kind: ClassVar[str] = "n-grams"
@@ -61,38 +67,38 @@ class NGramTable(PersistentStore):
         self._recount()
 
     def empty(self) -> NGramTable:
-        """A new one of the same orders and bound."""
         return NGramTable(self.max_order, self.min_order, self.max_entries)
 
     def __repr__(self) -> str:
-        """Its orders: a drafter's key does not change with what is counted."""
+        """The orders. They are part of a drafter's key, which must not change with the counts."""
         return f"<NGramTable of orders {self.min_order} to {self.max_order}>"
 
     def counts(self) -> dict[Context, int]:
-        """Every n-gram and how often it was seen."""
+        """Every n-gram with its count."""
         with self._lock:
             return dict(self._counts.ngrams())
 
     def add(self, tokens: Sequence[int]) -> None:
         """Count the n-grams of a text [n]."""
-        ends, orders = (range(1, len(tokens) + 1), range(self.min_order, self.max_order + 1))
-        ngrams = (tuple(tokens[end - n : end]) for end in ends for n in orders if n <= end)
+        stops, orders = range(1, len(tokens) + 1), range(self.min_order, self.max_order + 1)
+        ngrams = (tuple(tokens[end - n : end]) for end in stops for n in orders if n <= end)
         with self._lock:
             self._add((ngram, 1) for ngram in ngrams)
             self.save_now_and_then()
 
     def _merge(self, other: NGramTable) -> None:
+        # Counts of other orders would never be looked up.
         theirs = other.counts().items()
         with self._lock:
             self._add(one for one in theirs if self.min_order <= len(one[0]) <= self.max_order)
 
     def continuation(self, context: Context) -> Continuation | None:
-        """The best continuation of the longest known end of a context."""
+        """The best continuation of the longest known suffix of a context."""
         with self._lock:
             return self._counts.continuation(context)
 
     def prune(self, max_entries: int) -> None:
-        """Forget the contexts not seen for longest until so many pairs are left per order."""
+        """Drop the oldest contexts until each order has at most `max_entries` pairs."""
         with self._lock:
             self.max_entries = max_entries
             self._recount(self.counts())
@@ -102,13 +108,14 @@ class NGramTable(PersistentStore):
         return len(self._counts)
 
     def save(self, path: Path | str | None = None) -> None:
-        """Replace the file, as `Memory.save` does; every text counts once."""
+        """Replace the file like `Memory.save`. Every text counts once."""
         with self._lock:
             super().save(path)
             self._unsaved.clear()
 
     def _content(self, in_public: bool) -> tuple[FileHeader, Sequence[Any]]:
         rows = list(self._counts.ngrams())
+        # The file is one array of integers: the tokens of each n-gram and its count, by order.
         numbers = [n for ngram, times in rows for n in (*ngram, times)]
         header = TableHeader(
             kind=self.kind,
@@ -134,6 +141,7 @@ class NGramTable(PersistentStore):
     def _add(self, ngrams: Iterable[tuple[Context, int]]) -> None:
         for ngram, times in ngrams:
             self._counts.add(ngram[:-1], ngram[-1], times)
+            # Another process may write the file too, so only these counts are added to it.
             if self.path is not None:
                 self._unsaved[ngram] += times
 
@@ -141,7 +149,6 @@ class NGramTable(PersistentStore):
         self._recount(saved.counts(), self._unsaved if is_own else self.counts())
 
     def _recount(self, *counts: Mapping[Context, int]) -> None:
-        """Start again with these counts, the oldest first."""
         self._counts = NGramCounts(self.min_order, self.max_order, self.max_entries)
         for part in counts:
             for ngram, times in part.items():
@@ -150,11 +157,12 @@ class NGramTable(PersistentStore):
 
 @dataclass(frozen=True)
 class TabledNGramDrafter(NGramDrafter):
-    """An `NGramDrafter` that also draws on counts kept between generations.
+    """An `NGramDrafter` that also uses counts of earlier generations.
 
-    table: used where this text's counts know no context as long: an `NGramTable`, or the path of
-    its file, made if need be and saved when the process ends; None begins a table that lasts as
-    long as the drafter.
+    Args:
+        table: used if this text's counts know no context of the same length. An `NGramTable`, or
+            the path of its file, which is made if needed and saved when the process ends. None
+            makes a table for the lifetime of the drafter.
     """
 
     table: NGramTable | str | None = None
@@ -163,15 +171,14 @@ class TabledNGramDrafter(NGramDrafter):
         super().__post_init__()
         if not isinstance(self.table, NGramTable):
             make = partial(NGramTable, self.max_order, self.min_order)
-            kept = make() if self.table is None else opened(self.table, NGramTable, make)
-            object.__setattr__(self, "table", kept)
+            table = make() if self.table is None else opened(self.table, NGramTable, make)
+            object.__setattr__(self, "table", table)
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError if the table was counted with another tokenizer."""
         self._table_of(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
-        """Count the n-grams of `prompt` [n]."""
         return LookUpSession(NGramIndex(self, prompt, self._table_of(context)))
 
     def _table_of(self, context: DraftContext) -> NGramTable:

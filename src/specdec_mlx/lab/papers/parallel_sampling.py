@@ -35,18 +35,19 @@ _behind: ContextVar[mx.array | None] = ContextVar("_behind", default=None)
 
 
 class LookAhead(nn.Module):  # type: ignore[misc]
-    """Look-ahead embeddings [L, D], in the scale of the target's own."""
+    """Look-ahead embeddings [L, D], in the scale of the target's embeddings."""
 
     def __init__(self, target: nn.Module, number: int) -> None:
-        """Begin with the mean of the target's; HeadError if it has none that were found."""
+        """Begin with the mean of the target's embeddings. HeadError if they were not found."""
         super().__init__()
-        ends = anatomy_for_head(target)
-        mean = ends.embed(mx.arange(ends.vocab_size)).mean(axis=0, keepdims=True)
+        anatomy = anatomy_for_head(target)
+        # The mean embedding prefers no token.
+        mean = anatomy.embed(mx.arange(anatomy.vocab_size)).mean(axis=0, keepdims=True)
         self.rows = mx.repeat(mean, number, axis=0)
 
 
 def looking_ahead(target: nn.Module, rows: mx.array) -> AbstractContextManager[None]:
-    """Have passes over the target read embeddings [n, D] in place of its last n tokens."""
+    """Replace the embeddings of the last n tokens by `rows` [n, D] in passes inside this block."""
     embedding: Any = anatomy_of(target).embedding
     if not hasattr(embedding, "looks_ahead"):
         change_class(embedding, _looking_ahead)
@@ -69,11 +70,11 @@ def _looking_ahead(kind: type) -> type:
 
 @dataclass(frozen=True, eq=False)
 class PaSSDrafter(ModelDrafter):
-    """Draft with the target itself and look-ahead embeddings; `model` is the target.
+    """Drafts with the target and look-ahead embeddings. `model` is the target.
 
-    Not where a pass over L + 2 positions costs much more than one, nor for several texts at once:
-    each draft is a pass of its own, on the target's caches where one text is written, else on
-    caches of its own.
+    Do not use it if a pass over L + 2 positions costs much more than a single position, or for
+    several texts at once. Each draft takes a separate pass. It uses the target's caches if only one
+    text is written, and otherwise its own caches.
     """
 
     tokenizers: str = "same"
@@ -82,15 +83,13 @@ class PaSSDrafter(ModelDrafter):
 
     @property
     def key(self) -> str:
-        """The embeddings by their content, and how they draft."""
         return f"PaSS({fingerprint(self.head)}, {way_of_writing(self)})"
 
     def describe(self) -> str:
-        """Name and number of embeddings."""
         return f"{self.name}: PaSS; {len(self.head.rows)} look-ahead embeddings"
 
     def check(self, context: DraftContext) -> None:
-        """Raise HeadError for another target than the one that it drafts with."""
+        """Raise HeadError if this is not the target that the drafter drafts with."""
         lent = context.target_caches
         if lent is not None and lent.model is not self.model:
             raise HeadError(f"{self.describe()}: load it for the target of this text.")
@@ -98,16 +97,15 @@ class PaSSDrafter(ModelDrafter):
             check_caches_fit(self.model, context.draft_cache)
 
     def keeps_draft_cache(self, context: DraftContext) -> bool:
-        """False: beside other drafters it drafts on the target's caches, or on its own."""
+        """False, because it uses the target's caches or temporary caches."""
         return False
 
     def source(self, prompt: Sequence[int], context: DraftContext) -> PaSSSource:
-        """The drafting side of a generation."""
         return PaSSSource(self, prompt, context)
 
 
 class PaSSSource(ModelReader):
-    """Drafts on the target's caches, and leaves them as they were; on its own if none are lent."""
+    """Drafts on the target's caches and restores them. Without them it uses its own caches."""
 
     at_once = True
 
@@ -118,12 +116,16 @@ class PaSSSource(ModelReader):
             self.rollback = context.target_caches.rollback
 
     def begin_draft(self, limit: int) -> int:
-        """One pass, for at most L + 1 tokens; none for one alone: plain decoding has it sooner."""
+        """Make one pass for at most L + 1 tokens.
+
+        There is no pass for a single token, because plain decoding gives this token sooner.
+        """
         if limit < 2:
             return 0
         if not self.is_lent:
             self.catch_up()
         pending, length = self.in_one_pass(min(limit, 1 + len(self.rows)))
+        # The last token's own row gives the first token of the draft.
         rows = self.rows[: length - 1]
         with self.undone(), looking_ahead(self.model, rows):
             logits = self.feed(to_ids([*pending, *[0] * len(rows)]))
@@ -132,7 +134,7 @@ class PaSSSource(ModelReader):
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Drop the embeddings from the caches; from the target's, the text that was fed too."""
+        """Remove the embeddings from the caches. On the target's caches, the fed text too."""
         if self.is_lent:
             with self.rollback.undone():
                 yield
@@ -143,7 +145,7 @@ class PaSSSource(ModelReader):
 
 
 def load_pass(files: HeadFiles, target: nn.Module, **options: Any) -> PaSSDrafter:
-    """The drafter of trained look-ahead embeddings; options: of `ModelDrafter`."""
+    """The drafter of trained look-ahead embeddings. `options` go to `ModelDrafter`."""
     head = LookAhead(target, int(files.config[LOOK_AHEAD]))
     files.load_into(head, head.rows.dtype)
     return PaSSDrafter(target, None, head=head, name=files.name, **options)

@@ -1,7 +1,7 @@
-"""Drafts from what the target itself thought of next (Token Recycling, Luo et al. 2024).
+"""Drafts from the target's own likeliest next tokens (Token Recycling, Luo et al. 2024).
 
-At every position computed, rejected ones too, the likeliest next tokens are noted. A draft is a
-chain of likeliest successors; a tree, as the paper has it, branches to the others.
+The likeliest next tokens are noted at every computed position, also after rejected tokens. A draft
+is a chain of likeliest successors. A tree, as in the paper, branches to other successors.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ MOST_STEADY = 16  # A successor that came first so many times in a row is as sur
 
 @dataclass(slots=True)
 class Successors:
-    """Guesses at what follows a context, the best and latest first; each is one token or more.
+    """Guesses of one or more tokens after a context. The best and latest comes first.
 
-    steady: how often in a row the first one came; right of seen: how often it stayed, of the times
-    that guesses were noted after the first time.
+    Attributes:
+        texts: the guesses.
+        steady: how often in a row the first guess came.
+        right: how often the first guess stayed, out of `seen`.
+        seen: how often guesses were noted after the first time.
     """
 
     texts: list[TokenPath] = field(default_factory=list)
@@ -49,21 +52,23 @@ class Successors:
     seen: int = -1
 
     def evidence(self, rank: int) -> Evidence:
-        """Evidence for each token of the guess of a rank."""
+        """Evidence for each token of the guess with this rank."""
         share = share_class(self.right / self.seen) if self.seen else 0
         return Evidence(self.steady, share, rank=rank)
 
     def drafts(self) -> list[Draft]:
-        """Each guess as a draft."""
         ranked = enumerate(self.texts)
         return [Draft(text, evidence=[self.evidence(i)] * len(text)) for i, text in ranked]
 
 
 @dataclass(eq=False, repr=False)
 class SuccessorTable:
-    """Context -> what the target guessed after it, to be shared by generations; 1 kB an entry.
+    """Guesses of the target after each context, shared by generations. An entry takes 1 kB.
 
-    most: contexts that are kept; those noted longest ago go. top: guesses that are kept of each.
+    Attributes:
+        successors: context -> its guesses, with the latest context last.
+        most: limit of contexts. The oldest are dropped.
+        top: limit of guesses for each context.
     """
 
     successors: dict[TokenPath, Successors] = field(default_factory=dict)
@@ -72,7 +77,7 @@ class SuccessorTable:
     _others: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def of(self, context: DraftContext) -> SuccessorTable:
-        """The table of a target's tokenizer and vocabulary size: itself for the first that asks."""
+        """The table for a tokenizer and vocabulary size. The first caller gets this table."""
         whose = fingerprint_of(context.tokenizer), context.vocab_size
         if whose == self._others.setdefault("first", whose):
             return self
@@ -80,28 +85,30 @@ class SuccessorTable:
         return others.setdefault(whose, SuccessorTable(most=self.most, top=self.top))
 
     def __repr__(self) -> str:
-        """No content: a drafter's key does not change with it."""
+        """No content, because a drafter's key must not change with it."""
         return "<SuccessorTable>"
 
     def note(self, context: TokenPath, *texts: TokenPath) -> None:
-        """Note guesses at what follows a context, the best first; earlier ones come after them."""
+        """Put guesses after a context before earlier guesses. The best guess comes first."""
         known = self.successors.pop(context, None) or Successors()
+        # Steady first guesses are evidence that the guess is right.
         same = known.texts[:1] == [texts[0]]
         known.seen += 1
         known.right += same
         known.steady = min(known.steady + 1, MOST_STEADY) if same else 1
         known.texts = list(dict.fromkeys((*texts, *known.texts)))[: self.top]
-        self.successors[context] = known  # the latest stand last
+        self.successors[context] = known  # A dict keeps the order, so the oldest context is first.
         if len(self.successors) > self.most:
             del self.successors[next(iter(self.successors))]
 
     def drafts(
         self, tokens: Sequence[int], length: int, width: int = 1, branches: int = BRANCHES
     ) -> Iterator[Draft]:
-        """At most `branches` chains of at most `length` single tokens, by contexts of `width`."""
+        """At most `branches` chains of `length` single tokens, from contexts of `width` tokens."""
         for rank in range(branches if length > 0 else 0):
             text, evidence = list(tokens[-width:]), list[Evidence]()
             while len(evidence) < length and (known := self.successors.get(tuple(text[-width:]))):
+                # A chain branches at its first token only, and follows the best guesses from there.
                 place = 0 if evidence else rank
                 if place >= len(known.texts):
                     return
@@ -113,11 +120,18 @@ class SuccessorTable:
 
 @dataclass(frozen=True)
 class RecyclingDrafter(Drafter):
-    """Proposes what the target itself thought likeliest after the last token, wherever that stood.
+    """Proposes the tokens that the target found likeliest when the last token occurred before.
 
-    It reads the target's 8 likeliest tokens at every generated position, a partial sort a pass.
-    num_draft: most tokens in a draft. table: to start from and add to; None begins anew. context:
-    tokens that an entry stands for, 1 as in the paper, or 2. ValueError for other numbers.
+    It reads the target's 8 likeliest tokens at every generated position, which takes a partial sort
+    in each pass.
+
+    Args:
+        num_draft: most tokens in a draft.
+        table: to use and extend. None for a new table.
+        context: tokens of a context, 1 as in the paper, or 2.
+
+    Raises:
+        ValueError: another number.
     """
 
     num_draft: int = 4
@@ -130,7 +144,6 @@ class RecyclingDrafter(Drafter):
         require(self, self.context in (1, 2), "context", "1 or 2")
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
-        """Begin after `prompt` [n]."""
         table = SuccessorTable() if self.table is None else self.table.of(context)
         first = max(0, len(prompt) - 1)
         index = RecyclingIndex(self, list(prompt), table, context.num_unseen, first)
@@ -139,9 +152,12 @@ class RecyclingDrafter(Drafter):
 
 @dataclass(eq=False)
 class RecyclingIndex(TextIndex):
-    """A text, and the rows that were shown and not yet noted.
+    """A text, and the rows of the target that are not in the table yet.
 
-    num_seen: positions whose rows were shown. first: position whose row is noted first.
+    Attributes:
+        num_seen: positions whose rows were shown.
+        first: position of the first row that goes into the table.
+        waiting: position of the first row, and rows.
     """
 
     config: RecyclingDrafter
@@ -152,53 +168,51 @@ class RecyclingIndex(TextIndex):
     waiting: list[tuple[int, Any]] = field(default_factory=list)
 
     def see(self, features: FeatureRows) -> None:
-        """Take the rows of further positions; those of the prompt are dropped uncomputed."""
+        """Keep the rows of new positions. Rows of the prompt are dropped uncomputed."""
         rows: Any = features.top_tokens
         if self.num_seen + len(rows) > self.first:
             self.waiting.append((self.num_seen, rows))
         self.num_seen += len(rows)
 
     def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
-        """Note what would have followed each of the tokens that were not kept [n]."""
+        """Note the target's guesses after each of the rejected `tokens` [n]."""
+        # Contexts of two tokens need the token before, which a rejected node does not report.
         if self.config.context == 1:
             self._note(tokens, 0, features.top_tokens)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Write the text on, and note the rows of the tokens that are known by now."""
         self.tokens += tokens
         for start, rows in self.waiting:
             self._note(self.tokens, start, rows)
         self.waiting.clear()
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """The chain of the likeliest successors."""
         return next(self._follow([*self.tokens[-self.config.context :], *more], limit), NO_DRAFT)
 
     def chains(self, limit: int) -> Sequence[Draft]:
-        """The chains through the likeliest successors of the last token."""
         return list(self._follow(self.tokens, limit))
 
     def _follow(self, tokens: Sequence[int], limit: int) -> Iterator[Draft]:
         return self.table.drafts(tokens, min(limit, self.config.num_draft), self.config.context)
 
     def _note(self, tokens: Sequence[int], start: int, rows: Any) -> None:
-        """Note rows [n, top] of the positions of a text from `start` on."""
         width = self.config.context
         for end, likeliest in enumerate(rows.tolist(), start + 1):
-            # a replay knows the rows of its text alone
+            # -1: a replay knows only the tokens of its text.
             if width <= end <= len(tokens) and likeliest[0] >= 0:
                 context = tuple(tokens[end - width : end])
                 self.table.note(context, *((token,) for token in likeliest))
 
 
 def kept_recyclers() -> list[RecyclingDrafter]:
-    """Drafters by the last two tokens and by the last, with tables kept between generations."""
+    """Drafters with contexts of two tokens and of one token, whose tables outlive generations."""
     return [RecyclingDrafter(table=SuccessorTable(), context=n) for n in (2, 1)]
 
 
 def with_recycling(memory: Memory | str | None = None) -> BestOf:
-    """The default's look-up, n-grams and Token Recycling compete; see `kept_recyclers`.
+    """Let prompt lookup, n-grams and Token Recycling compete.
 
-    memory: as `SuffixDrafter` takes it; None remembers nothing.
+    Args:
+        memory: as for `SuffixDrafter`. None remembers nothing.
     """
     return BestOf(SuffixDrafter(memory), NGramDrafter(), *kept_recyclers())

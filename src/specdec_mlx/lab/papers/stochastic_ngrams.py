@@ -17,13 +17,12 @@ DISCOUNT = 0.75  # share of a count that a distribution leaves to shorter contex
 
 @dataclass(frozen=True)
 class StochasticNGramDrafter(NGramDrafter):
-    """An `NGramDrafter` that draws each token from smoothed counts, and declares them.
+    """An `NGramDrafter` that draws tokens from smoothed counts, and declares their distribution.
 
-    Where the target is greedy, or its noise is not known, it drafts as its base does.
+    With a greedy target, or without known noise, it drafts like `NGramDrafter`.
     """
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
-        """Count the n-grams of `prompt` [n]."""
         sampling = context.sampling
         if context.noise is None or sampling is None or sampling.greedy:
             return super().begin(prompt, context)
@@ -32,9 +31,7 @@ class StochasticNGramDrafter(NGramDrafter):
 
 @dataclass(eq=False)
 class StochasticNGramIndex(TextIndex):
-    """A text's counts, drafting at random from a distribution that the draft declares."""
-
-    # a row of V numbers a token, and what was drawn must not be thrown away
+    # Each token takes V numbers, and dropping a drawn token would change its distribution.
     cheap = False
 
     ngrams: NGramIndex
@@ -42,9 +39,10 @@ class StochasticNGramIndex(TextIndex):
     num_emitted: int = 0
 
     def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        """Draw up to `limit` tokens; `logprobs` [K, V] are what they were drawn from.
+        """Draw up to `limit` tokens from the declared `logprobs` [K, V].
 
-        Draws follow from noise, place and counts alone: asked twice, the draft is the same.
+        The draws depend on noise, position and counts only, so a repeated call gives the same
+        draft.
         """
         vocab_size = self.generation.vocab_size
         assert vocab_size is not None
@@ -59,13 +57,13 @@ class StochasticNGramIndex(TextIndex):
                 break
             with np.errstate(divide="ignore"):
                 rows.append(np.log(probs / probs.sum()).astype(np.float32))
+            # argmax(log q + Gumbel noise) is a draw from q.
             noise = np.array(self.generation.draft_gumbel(self.num_emitted, i))
             tokens.append(int(np.argmax(rows[-1] + noise)))
             context = counts.shift(context, tokens[-1])
         return Draft(tokens, mx.array(np.stack(rows))) if tokens else NO_DRAFT
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Count the tokens [n]."""
         self.ngrams.append(tokens)
         self.num_emitted += len(tokens)
 
@@ -73,16 +71,16 @@ class StochasticNGramIndex(TextIndex):
 def smoothed(
     ngrams: NGramCounts, context: Context, vocab_size: int
 ) -> Float[np.ndarray, " vocab"] | None:
-    """Smoothed probabilities [V] of the next token, float64; None where no context is known.
+    """Smoothed probabilities [V] of the next token in float64. None if no context is known.
 
-    Interpolated absolute discounting (Ney, Essen, Kneser 1994), from the plain frequencies of
-    the lowest order on: q_n(x|h) = (c(hx) - d + d N(h) q_{n-1}(x|h')) / c(h), with c the count,
-    N(h) the number of different continuations of h, and h' = h without its first token.
+    Interpolated absolute discounting (Ney, Essen, Kneser 1994), from the frequencies of the lowest
+    order: q_n(x|h) = (c(hx) - d + d N(h) q_{n-1}(x|h')) / c(h), with the count c, the number N(h)
+    of different continuations of h, and h' = h without its first token.
     """
     probs: Float[np.ndarray, " vocab"] | None = None
     for width in ngrams.widths:
         counts = ngrams.counts(context[len(context) - width :]) if width <= len(context) else {}
-        # forgotten at this order, perhaps still known at a higher one
+        # Each order forgets on its own, so a longer context may still be known.
         if not counts:
             continue
         tokens = np.fromiter(counts.keys(), np.int64, len(counts))
@@ -91,6 +89,8 @@ def smoothed(
             probs = np.zeros(vocab_size)
             probs[tokens] = seen / seen.sum()
         else:
+            # d N(h) q_{n-1}(x|h') / c(h)
             probs *= DISCOUNT * len(counts) / seen.sum()
+            # (c(hx) - d) / c(h)
             probs[tokens] += (seen - DISCOUNT) / seen.sum()
     return probs

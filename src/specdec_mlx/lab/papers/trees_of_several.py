@@ -20,16 +20,20 @@ from specdec_mlx.memory.store import Memory
 class TreeOf(FirstOf):
     """The drafts of several drafters as one tree (SpecInfer, Miao et al. 2024, section 3).
 
-    Look-ups' drafts are merged where they agree; the automatic draft length keeps the tokens that
-    are worth their rows, a fixed one takes what each proposes. Draft models and heads share a
-    draft's tokens evenly, and theirs are merged unless they are drawn: then each writes a branch
-    from draws of its own. A model on which trees are not exact gets the first one's chain. Not
-    worth it where one of two models is seldom right when the other is wrong. drafters: at least
-    one, the likelier first, else ValueError.
+    Equal tokens of look-ups are merged. The automatic draft length keeps the tokens that are worth
+    their rows, and a fixed length takes the proposals of all drafters. Draft models and heads share
+    a draft's tokens evenly. Their tokens are merged too, unless they are drawn at random. In that
+    case each drafter writes a branch from its own draws. If trees are not exact on a model, it gets
+    the first drafter's chain.
+
+    Do not use it if one of two models is rarely right where the other is wrong.
+
+    Args:
+        drafters: one or more, the likeliest first. Otherwise raises ValueError.
     """
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeSession:
-        """Begin with each of them; ValueError for one that drafts on every rank."""
+        """Begin with all drafters. ValueError for a drafter that drafts on every rank."""
         noise = None if context.coupled else context.noise
         keyed: list[tuple[str, Session]] = []
         for i, drafter in enumerate(self.drafters):
@@ -38,18 +42,20 @@ class TreeOf(FirstOf):
                     f"TreeOf: {drafter.class_name} drafts on every rank. Leave that out."
                 )
             if noise is not None:
-                # siblings are independent draws; the next seeds are those of other texts
-                own = replace(noise, seed=noise.seed + (i << 48))
-                context = replace(context, noise=own)
+                # Siblings need independent draws. Small seeds belong to other sequences.
+                branch_noise = replace(noise, seed=noise.seed + (i << 48))
+                context = replace(context, noise=branch_noise)
             session = begin_session(drafter, list(prompt), context_for(drafter, context))
             keyed.append((drafter.key, offering_all(session)))
         return TreeSession(self.key, keyed, is_coupled=context.coupled)
 
 
 def default_trees(memory: Memory | str | None = None, recycling: bool = False) -> TreeOf:
-    """The default's look-up, n-grams and Token Recycling share a tree where that pays.
+    """Prompt lookup, n-grams and Token Recycling share a tree where this pays.
 
-    memory: as `SuffixDrafter` takes it. recycling: with tables kept from generation to generation.
+    Args:
+        memory: as for `SuffixDrafter`.
+        recycling: True if the recycling tables outlive generations.
     """
     recyclers = kept_recyclers() if recycling else [RecyclingDrafter()]
     return TreeOf(SuffixDrafter(memory), NGramDrafter(), *recyclers)

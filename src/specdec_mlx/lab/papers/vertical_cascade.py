@@ -1,7 +1,7 @@
-"""A vertical cascade: what a draft model will draft is guessed, and checked several in a pass.
+"""A vertical cascade: the draft model's next tokens are guessed, and a pass checks several.
 
-Leviathan et al. 2023, section 6; Chen et al. 2023, arXiv 2312.11462. The drafts are those of the
-model alone. Not worth it where the draft model's own text repeats nothing.
+See Leviathan et al. 2023, section 6, and Chen et al. 2023, arXiv 2312.11462. The drafts are the
+same as without guesses. Do not use it if the draft model's text has no repetitions.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from specdec_mlx.drafters.model import ModelDrafter, ModelSource
 from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
 from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.exactness.probe import first_inexact
-from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
+from specdec_mlx.lab.papers.draft_ahead import begin_ahead, propose_after
 from specdec_mlx.token_ids import to_ids, to_list
 
 
 @dataclass(frozen=True, eq=False)
 class GuessedDrafter(ModelDrafter):
-    """Draft with a model whose own next tokens are guessed, so that a pass of it checks several.
+    """Drafts with a model whose next tokens are guessed, so that a pass checks several.
 
     Args:
-        drafter: guesses: a look-up, or its name, or a smaller `ModelDrafter`.
+        drafter: makes the guesses: a look-up or its name, or a smaller `ModelDrafter`.
 
-    The other arguments are those of `ModelDrafter`. Raises ValueError for a drafter that cannot
+    The other arguments are described at `ModelDrafter`. Raises ValueError if the drafter cannot
     guess.
     """
 
@@ -51,27 +51,25 @@ class GuessedDrafter(ModelDrafter):
 
     @property
     def key(self) -> str:
-        """The model by its content, how it drafts, and what guesses."""
         way = f"{way_of_writing(self)}, drafter={self.drafter.key}"
         return f"GuessedDrafter({fingerprint(self.model)}, {way})"
 
     def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError for a target with another tokenizer; see `ModelDrafter`."""
+        """Raise TokenizerMismatchError for a target with another tokenizer. See `ModelDrafter`."""
         self.drafter.check(context)
         super().check(context)
 
     def shared_with(self, context: DraftContext) -> None:
-        """None, as guesses are the target's tokens; raises TokenizerMismatchError."""
+        """None, because guesses are tokens of the target. Raises TokenizerMismatchError."""
         if self.tokenizer is not None and context.tokenizer is not None:
             check_same_tokenizer(context.tokenizer, self.tokenizer)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Start a generation, which shares no passes with other texts."""
         return WritingSession(self, GuessedSource(self, prompt, context))
 
 
 def guesser_for(drafter: GuessedDrafter) -> Any:
-    """The drafter of a draft model; ValueError for one that cannot guess for it."""
+    """The guesser of a draft model. ValueError if it cannot guess for the model."""
     guesser = as_drafter(drafter.drafter)
     what = f"GuessedDrafter: drafter={short_repr(drafter.drafter)}"
     if guesser is None:
@@ -93,26 +91,29 @@ def guesser_for(drafter: GuessedDrafter) -> Any:
 
 @dataclass
 class DraftNoise:
-    """The noise of a draft model's own draws, to a model that guesses these, by their positions."""
+    """The draft model's noise by position, for a model that guesses the draft model's draws."""
 
     source: ModelSource
 
     def gumbels(self, places: Sequence[tuple[str, int]], vocab_size: int) -> mx.array:
-        """[n, V] of consecutive positions; of drafts, where these have other noise."""
+        """Gumbel noise [n, V] of consecutive positions."""
         start = len(self.source.tokens) - self.source.num_prompt
+        # Positions inside of the draft, counted from the text's end
         first = places[0][1] - start
         return self.source.context.draft_gumbels(start, len(places), first)
 
 
 class GuessedSource(ModelSource):
-    """A draft model whose next tokens another session guesses, so that a pass has several rows.
+    """A draft model whose next tokens another session guesses, so that each pass has several rows.
 
-    A row is used while the tokens drawn are the guesses before it; then a further pass is made.
-    So guesses only decide in which pass a token's logits are made.
+    A row is used if the drawn tokens equal the guesses before it. Otherwise another pass is made.
+    So guesses only decide which pass makes a token's logits.
 
-    drafted: the draft's tokens so far. guesses: what the latest pass read after the first
-    `num_before` of them, and `rows` [n + 1, V] what it made. num_told: tokens of the text that the
-    guesser has seen.
+    Attributes:
+        drafted: tokens of the draft so far.
+        guesses: tokens that the latest pass read after the first `num_before` tokens of the draft.
+        rows: [n + 1, V] logits of the latest pass.
+        num_told: tokens of the text that the guesser has seen.
     """
 
     def __init__(
@@ -121,13 +122,13 @@ class GuessedSource(ModelSource):
         super().__init__(drafter, prompt, context)
         noise: Any = DraftNoise(self)
         sampling = sampling_of_drafts(drafter, context.sampling)
-        own = {"sampling": sampling, "noise": noise, "coupled": True}
-        alone = replace(context, draft_cache=None, on_close=None, **own)
+        draws = {"sampling": sampling, "noise": noise, "coupled": True}
+        alone = replace(context, draft_cache=None, on_close=None, **draws)
         self.guesser = begin_ahead(drafter, drafter.drafter, self.tokens, alone)
         self.num_told = len(self.tokens)
 
     def begin_draft(self, limit: int) -> int:
-        """Feed what was missed; all that is asked for, unless passes have to be narrow."""
+        """Feed the tokens that were missed. Returns `limit`, unless passes are narrow."""
         self.longest = super().begin_draft(limit)
         self.drafted: list[int] = []
         self.guesses: list[int] = []
@@ -135,9 +136,10 @@ class GuessedSource(ModelSource):
         return self.longest
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
-        """Logits [1, V] after the text, or after one further token of the draft, which is read."""
+        """Logits [1, V] after the text and the draft with these new `tokens`."""
         if tokens is not None:
             self.drafted += to_list(tokens)
+        # Row i of the latest pass follows i of its guesses.
         place = len(self.drafted) - self.num_before
         if self.num_before < 0 or self.guesses[:place] != self.drafted[self.num_before :]:
             self.check_guesses()
@@ -145,10 +147,10 @@ class GuessedSource(ModelSource):
         return self.rows[place : place + 1]
 
     def check_guesses(self) -> None:
-        """Run a pass over the tokens that were not read, and over guesses at what follows."""
         after = [*self.tokens, *self.drafted]
         if self.drafted:
             self.rollback.rewind_to(len(after) - 1)
+        # Tokens that the cache does not hold have to be fed before the guesses.
         pending = after[self.rollback.position :]
         most = self.num_guesses(self.longest - len(self.drafted) - 1, len(pending))
         guessed = propose_after(self.guesser, after[self.num_told :], most) if most else NO_DRAFT
@@ -156,23 +158,21 @@ class GuessedSource(ModelSource):
         self.rows = self.feed(to_ids([*pending, *self.guesses]))[len(pending) - 1 :]
 
     def num_guesses(self, most: int, num_pending: int) -> int:
-        """Most guesses that a pass may check besides the pending tokens."""
+        """Most guesses that a pass can check after the pending tokens."""
         room, end = self.rollback.widest_pass(), self.rollback.end
+        # Beyond `until` a wide pass differs from single steps.
         if room is None and (until := first_inexact(self.model, end)) is not None:
             room = until - end
         return most if room is None else max(0, min(most, room - num_pending))
 
     def end_draft(self) -> None:
-        """Drop the guesses from the caches that were not drawn."""
         self.rollback.rewind_to(len(self.tokens) + len(self.drafted))
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Show both the tokens emitted."""
         self.guesser.observe(tokens)
         super().observe(tokens)
         self.num_told = len(self.tokens)
 
     def close(self, length: int) -> None:
-        """End both."""
         self.guesser.close(length)
         super().close(length)

@@ -20,7 +20,7 @@ LEAST_EXPECTED = 8.0  # expected count below which cells are joined
 
 
 def scipy() -> Any:
-    """The library of the chances; MissingPackageError where it is not installed."""
+    """Import scipy. MissingPackageError if it is not installed."""
     try:
         return import_module("scipy")
     except ImportError as error:
@@ -37,47 +37,53 @@ class ChiSquare(NamedTuple):
 
     @classmethod
     def of(cls, seen: Counts, expected: Counts) -> ChiSquare:
-        """Statistic of counts [cells]; infinite if the impossible was seen.
+        """Statistic of counts [cells]. Infinite if an impossible cell has a count.
 
-        Cells of several groups of draws stand one after the other. Each group takes a degree of
-        freedom more than is subtracted, so that alarms are a little rarer than stated.
+        Several groups of draws may be concatenated. Each group after the first takes a degree of
+        freedom that is not subtracted, so false alarms are slightly rarer than stated.
         """
+        # Cells with small expectations are pooled, because the statistic follows the chi-square
+        # distribution only where counts are large.
         possible = expected > 0
         pools = _pools(expected[possible])
         due, got = (np.bincount(pools, counts[possible]) for counts in (expected, seen))
+        # chi^2 = sum (n - e)^2 / e over the pools
         statistic = np.inf if seen[~possible].any() else ((got - due) ** 2 / due).sum()
         return cls(float(statistic), len(due) - 1)
 
     @property
     def p_value(self) -> float:
-        """Chance of a statistic as large as this if nothing is wrong."""
+        """Probability of a statistic at least this large if nothing is wrong."""
         return float(scipy().special.chdtrc(max(1, self.freedom), self.statistic))
 
 
-def power(wrong: Counts, right: Counts) -> float:
-    """Chance that wrong counts [cells] are told from right ones.
+def power(faulty: Counts, right: Counts) -> float:
+    """Probability that faulty counts [cells] are told from right counts.
 
-    By the noncentral chi-square distribution, and by the chance that something impossible comes.
+    It uses the noncentral chi-square distribution, and the probability of an impossible cell.
     """
-    special, unseen = scipy().special, np.exp(-wrong[right == 0].sum())
-    test = ChiSquare.of(np.where(right > 0, wrong, 0), right)
+    # e^-n: the Poisson probability that no impossible cell is seen
+    special, unseen = scipy().special, np.exp(-faulty[right == 0].sum())
+    test = ChiSquare.of(np.where(right > 0, faulty, 0), right)
     if test.freedom < 1:
         return float(1 - unseen)
+    # The noncentrality parameter is the statistic of the expected faulty counts.
     limit = special.chdtri(test.freedom, FALSE_ALARM)
-    # nothing is missed at 1e9; for numbers far beyond there is no answer
+    # Nothing is missed at 1e9, and scipy fails for much larger numbers.
     missed = special.chndtr(limit, test.freedom, min(test.statistic, 1e9))
     return float(1 - unseen * missed)
 
 
-def growth_for(wrong: Counts, right: Counts, chance: float) -> float:
-    """How many times as many samples are needed to find wrong counts [cells] with this chance.
+def growth_for(faulty: Counts, right: Counts, chance: float) -> float:
+    """Factor by which the sample has to grow to find a fault with probability `chance`.
 
-    To 0.2%, and rather too many; at most 1e8.
+    Accurate to 0.2%, rounded up. At most 1e8.
     """
 
     def lacking(growth: float) -> float:
-        return chance - power(growth * wrong, growth * right)
+        return chance - power(growth * faulty, growth * right)
 
+    # Power grows with the sample, so the factor is the single root of the difference.
     most = 1e8
     if lacking(most) > 0:
         return most
@@ -85,7 +91,7 @@ def growth_for(wrong: Counts, right: Counts, chance: float) -> float:
 
 
 def _pools(expected: Counts) -> NDArray[np.int64]:
-    """Number of each cell's pool; every pool expects enough."""
+    """Pool number of each cell. Every pool has at least `LEAST_EXPECTED` expected counts."""
     pools = np.zeros(len(expected), np.int64)
     current, mass, left = 0, 0.0, float(expected.sum())
     for cell in np.argsort(-expected, kind="stable"):

@@ -8,24 +8,33 @@ from typing import Any, ClassVar
 
 
 class Conformance:
-    """The test of a contract: each property, name -> next step, is a method."""
+    """Base of the tests of a contract.
+
+    Attributes:
+        properties: name of each property -> the next step for someone who broke it. A method with
+            the property's name tests it.
+        subject: the object under test.
+        part: the property that is tested now.
+    """
 
     properties: ClassVar[dict[str, str]]
     subject: Any
     part = ""
 
     def run(self, names: Iterable[str]) -> list[str]:
-        """A line for each of the properties; AssertionError for the first that is broken."""
         lines = []
         for self.part in names:
             lines.append(f"{self.part}: {getattr(self, self.part.replace(' ', '_'))()}")
         return lines
 
     def require(self, holds: object, what: str, next_step: str = "", part: str = "") -> None:
-        """Raise AssertionError unless it holds: whose fault, which property, what, what to do.
+        """Raise AssertionError if `holds` is false.
 
-        what: a sentence. next_step: without the full stop; by default the property's own. part: the
-        property; by default the one that runs.
+        Args:
+            holds: the condition.
+            what: a sentence that says what happened.
+            next_step: advice without a full stop. The default is the property's.
+            part: the broken property. The default is the property that is tested now.
         """
         if not holds:
             kind = self.subject if isinstance(self.subject, type) else type(self.subject)
@@ -35,7 +44,7 @@ class Conformance:
 
     @contextmanager
     def blaming(self, where: object, next_step: str = "", part: str = "") -> Iterator[None]:
-        """Report errors of the subject, or of what it is used for, as failures."""
+        """Report exceptions of the subject inside this block as broken properties."""
         try:
             yield
         except AssertionError:

@@ -57,25 +57,25 @@ def check_drafter(
     learns: bool = False,
     remembers: bool = False,
 ) -> list[str]:
-    """Hold a drafter to the contract of `specdec_mlx.contracts`.
+    """Check a drafter against the contract of `specdec_mlx.contracts`.
 
     Args:
         drafter: an instance.
         vocab_size: V that the drafter is told.
-        tokenizer: the target's, if it asks for one.
-        prompts: texts to draft after, as token ids below V; give some where it finds something to
-            propose, since a drafter that proposes nothing passes.
-        num_draws: drafts whose tokens are held against the distributions that they declare, by
+        tokenizer: the target's, if the drafter needs it.
+        prompts: texts to draft after, as token ids below V. Give texts for which it finds something
+            to propose, because a drafter that proposes nothing passes.
+        num_draws: drafts whose tokens are compared with the distributions declared for them, by
             chi-square, with a false alarm in 1e6. 1,500 find a total variation of about 0.1 over a
             few dozen tokens.
-        learns: True if proposals may depend on rejected proposals.
-        remembers: True if they may depend on earlier generations. Most often both are a mistake.
+        learns: True if proposals may depend on rejected proposals. This is usually a mistake.
+        remembers: True if proposals may depend on earlier generations. This is usually a mistake.
 
     Returns:
         A line for each property that was checked.
 
     Raises:
-        AssertionError: it broke one; says which, what happened and what to do.
+        AssertionError: the drafter broke a property. The message says what happened and what to do.
     """
     prompts = prompts or default_prompts(vocab_size)
     check = DrafterConformance(drafter, vocab_size, tokenizer, prompts, num_draws, remembers)
@@ -85,7 +85,11 @@ def check_drafter(
 
 @dataclass(frozen=True)
 class NotedNoise(Noise):
-    """Noise that notes the places that drafts were drawn from: purposes and positions, in order."""
+    """Noise that lists its uses by drafts.
+
+    Attributes:
+        drawn: purpose and position of each use, in order.
+    """
 
     drawn: list[tuple[str, int]] = field(default_factory=list, compare=False)
 
@@ -96,7 +100,7 @@ class NotedNoise(Noise):
 
 
 class LoopsOwn(list[int]):
-    """A list that a drafter is shown: it may keep it, and must not change it."""
+    """A list that a drafter may keep and must not change."""
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise TypeError("it writes into the loop's own list. Copy it, list(prompt)")
@@ -108,7 +112,7 @@ class LoopsOwn(list[int]):
 
 @dataclass
 class DrafterConformance(Conformance):
-    """One drafter under test: what the loop does with it, played from a script."""
+    """The test of a drafter, with generations that are played from a script."""
 
     properties = {  # noqa: RUF012
         "protocol": "See Drafter, Session and Draft in specdec_mlx.contracts",
@@ -129,7 +133,6 @@ class DrafterConformance(Conformance):
     remembers: bool
 
     def protocol(self) -> str:
-        """The two classes are there, and every draft is one that can be verified."""
         with self.blaming("it is no drafter"):
             as_drafter(self.subject)
         before = dict(getattr(self.subject, "__dict__", {}))
@@ -145,7 +148,7 @@ class DrafterConformance(Conformance):
         return f"{sum(len(draft) > 0 for draft in drafts)} drafts, each can be verified"
 
     def empty_drafts(self) -> str:
-        """Rounds without a draft are normal, also many in a row and before the first proposal."""
+        """Rounds without a draft work, also several in a row and before the first proposal."""
         for prompt in self.prompts:
             generation = self.begin(prompt)
             for token in [*range(min(6, self.vocab_size)), 0, 1]:
@@ -155,7 +158,7 @@ class DrafterConformance(Conformance):
         return "plain rounds before, between and after drafts"
 
     def sessions(self) -> str:
-        """Generations one after the other, in turns and in threads have nothing to do together."""
+        """Generations in sequence, in turns and in threads do not influence each other."""
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_SESSIONS)]
         alone = list(map(self._drafted, prompts))
         in_turns = zip(*(self.begin(p, AT_ONE).rounds() for p in prompts), strict=True)
@@ -175,7 +178,6 @@ class DrafterConformance(Conformance):
         return f"{NUM_SESSIONS} draft as each alone: one after the other, in turns, in threads"
 
     def _drafted(self, prompt: Sequence[int]) -> list[Any]:
-        """Tokens of each draft of a generation."""
         generation = self.begin(prompt, AT_ONE)
         tokens = [draft.tokens for draft, _ in generation.rounds()]
         generation.session.close(len(generation.text))
@@ -190,7 +192,7 @@ class DrafterConformance(Conformance):
                 return self._drafted(prompt)
 
         before = sys.getswitchinterval()
-        # threads take turns so often that what they share shows
+        # Frequent switches make shared state visible.
         sys.setswitchinterval(1e-6)
         try:
             with ThreadPoolExecutor(len(prompts)) as pool:
@@ -199,14 +201,15 @@ class DrafterConformance(Conformance):
             sys.setswitchinterval(before)
 
     def rewinds(self) -> str:
-        """After any verdict, the proposal is that of a session that saw the same text."""
+        """After any verdict, the proposal equals a new session's proposal for the text."""
         compared = 0
         for case in itertools.product(self.prompts, SAMPLINGS):
             before: list[int] = []
             for draft, emitted in self.begin(*case).rounds():
-                # it sees the text, and is never asked
+                # A session that sees the same text and has never drafted.
                 watcher, size = self.begin(*case), len(draft)
                 for token in before:
+                    # Single tokens, because a session must not depend on how the text was divided.
                     watcher.observe([token])
                 expected = watcher.propose(size or 1)
                 what = f"after {len(before)} tokens it proposed {draft.tokens}; a session that saw "
@@ -219,11 +222,12 @@ class DrafterConformance(Conformance):
         return f"{compared} proposals are those of a session that never drafted"
 
     def distribution(self) -> str:
-        """Tokens drawn at random follow the distribution that was declared for them."""
+        """Random tokens follow the distribution that was declared for them."""
         drawn, declared = np.zeros((2, self.vocab_size))
         firsts: dict[int, Draft] = {}
         for seed in range(self.num_draws):
             which = seed % len(self.prompts)
+            # Each seed is a new generation, so the draws are independent.
             draft = self.begin(self.prompts[which], AT_ONE, seed).propose(1 + seed % 2)
             if draft.logprobs is None:
                 if seed >= 20 and not drawn.any():
@@ -234,27 +238,27 @@ class DrafterConformance(Conformance):
             declared += np.exp(np.array(draft.logprobs, np.float64)).sum(0)
             np.add.at(drawn, draft.tokens, 1)
         test = ChiSquare.of(drawn, declared)
-        found = (
+        result = (
             f"{drawn.sum():.0f} drawn tokens, chi-square {test.statistic:.0f}, "
             f"p = {test.p_value:.2g}"
         )
         worst = int(np.argmax(np.abs(drawn - declared)))
         counts = f"{drawn[worst]:.0f} times, where {declared[worst]:.1f} times were declared"
-        self.require(test.p_value >= RARE_ALARM, f"{found}. Token {worst} was drawn {counts}.")
-        return found
+        self.require(test.p_value >= RARE_ALARM, f"{result}. Token {worst} was drawn {counts}.")
+        return result
 
     def memory(self) -> str:
-        """A session ends with its generation, and needs no more memory a token as texts grow."""
+        """A session ends with its generation, and its memory per token does not grow."""
         generation = self.begin(self.prompts[0])
         *_, (_, emitted) = generation.rounds()
-        # inside of a round
+        # Generations also end inside of a round.
         generation.session.close(len(generation.text) - len(emitted) + 1)
         session = as_given(generation.session)
-        # a class with __slots__ may have no place for references
-        held = weakref.ref(session) if hasattr(session, "__weakref__") else lambda: None
+        # A class with __slots__ may not allow weak references.
+        reference = weakref.ref(session) if hasattr(session, "__weakref__") else lambda: None
         del generation, session
         gc.collect()
-        self.require(held() is None, "a closed session is still held by something.")
+        self.require(reference() is None, "a closed session is still held by something.")
         start, middle, end = self._memory_at(0, MEMORY_TOKENS, 3 * MEMORY_TOKENS)
         first, later = middle - start, end - middle
         self.require(
@@ -265,22 +269,21 @@ class DrafterConformance(Conformance):
         return f"released at the end; {first / MEMORY_TOKENS:.0f} bytes a token of text"
 
     def _memory_at(self, *lengths: int) -> list[int]:
-        """Bytes in use after so many tokens of one text, which come in pairs."""
-        generation, coins, held = self.begin(self.prompts[0]), random.Random(0), []
+        """Bytes in use after these numbers of tokens of one text."""
+        generation, coins, sizes = self.begin(self.prompts[0]), random.Random(0), []
         tracemalloc.start()
         try:
             for length in lengths:
                 while len(generation.text) < len(self.prompts[0]) + length:
                     generation.observe(coins.choices(range(self.vocab_size), k=2))
-                held.append(tracemalloc.get_traced_memory()[0])
+                sizes.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-        return held
+        return sizes
 
     def begin(
         self, prompt: Sequence[int], sampling: Sampling | None = GREEDY, seed: int = 0
     ) -> ScriptedGeneration:
-        """A generation of the drafter."""
         noise, drafter = NotedNoise(seed), as_drafter(self.subject)
         context = DraftContext(
             sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
@@ -293,9 +296,10 @@ class DrafterConformance(Conformance):
 
 @dataclass
 class ScriptedGeneration:
-    """A session, its text and its noise: what the loop does with them, without a model.
+    """A session, its text and its noise. It does what the loop does, without a model.
 
-    num_decided: draws of the noise that are of decided drafts.
+    Attributes:
+        num_decided: draws of the noise for drafts that have been decided.
     """
 
     check: DrafterConformance
@@ -305,7 +309,7 @@ class ScriptedGeneration:
     num_decided: int = 0
 
     def propose(self, limit: int) -> Draft:
-        """A draft with its tokens as a list, if the loop would take it and its noise is its own."""
+        """A draft with its tokens as a list, after the checks of the loop and of its noise."""
         require, blaming = self.check.require, self.check.blaming
         drawn, num_drawn = self.noise.drawn, len(self.noise.drawn)
         with mx.stream(generation_stream):
@@ -321,10 +325,12 @@ class ScriptedGeneration:
             is_whole = draft.evidence is None or len(draft.evidence) == size
             require(is_whole, "evidence has to be one for each token.", part="protocol")
             if draft.logprobs is not None and size:
-                own: Any = draft.logprobs[mx.arange(size), to_ids(tokens)][:, None]
+                token_logprobs: Any = draft.logprobs[mx.arange(size), to_ids(tokens)][:, None]
                 masses: Any = mx.exp(draft.logprobs).sum(-1)
                 with blaming("propose()", part="distribution"):
-                    check_distribution(masses.tolist(), own.tolist())
+                    check_distribution(masses.tolist(), token_logprobs.tolist())
+        # Two tokens from the same noise are not independent, and neither is a token drawn from
+        # noise that decided an earlier round.
         new = drawn[num_drawn:]
         require(
             draft.logprobs is None or len({*new} - {*drawn[: self.num_decided]}) == len(new),
@@ -335,7 +341,6 @@ class ScriptedGeneration:
         return draft
 
     def observe(self, tokens: list[int]) -> None:
-        """Go on with the tokens."""
         self.text += tokens
         self.num_decided = len(self.noise.drawn)
         with self.check.blaming("observe()", part="protocol"):
@@ -344,12 +349,12 @@ class ScriptedGeneration:
     def rounds(self) -> Iterator[tuple[Draft, list[int]]]:
         """Drafts, and the tokens emitted after each.
 
-        Every number of accepted tokens comes up, and some proposals are dropped.
+        Every number of accepted tokens occurs, and some proposals are dropped.
         """
         for i in range(NUM_ROUNDS):
             limit = LIMITS[i % len(LIMITS)]
             if self.session.cheap:
-                # the loop looks whether there is something
+                # The loop asks a cheap drafter whether it has anything, and may drop the answer.
                 self.propose(limit)
             draft = self.propose(limit)
             tokens = to_list(draft.tokens)
@@ -363,7 +368,6 @@ class ScriptedGeneration:
 
 
 def default_prompts(vocab_size: int) -> list[list[int]]:
-    """Texts with something to look up: random, with repeats; repeating; and a single token."""
     coins = random.Random(0)
     few = max(2, min(vocab_size, 8))
     phrase = [coins.randrange(vocab_size) for _ in range(12)]
@@ -372,7 +376,6 @@ def default_prompts(vocab_size: int) -> list[list[int]]:
 
 
 def _is_close(draft: Draft, expected: Draft) -> bool:
-    """True if the rows of a draft are the first rows of the expected, as probabilities."""
     if draft.logprobs is None or expected.logprobs is None:
         return False
     a, b = mx.exp(draft.logprobs), mx.exp(expected.logprobs[: len(draft)])

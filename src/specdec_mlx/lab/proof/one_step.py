@@ -1,6 +1,6 @@
-"""The exact distribution of one step: what is emitted after a text, whatever was drafted.
+"""The exact distribution of the next token after one step, over all possible drafts.
 
-Both p and q are those of the user's own models; see `law` for the sum.
+p and q come from the user's own models. `enumeration` has the formula.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_mlx.contracts import AcceptanceRule, rule_for
-from specdec_mlx.lab.proof.law import ByRule, total_variation
+from specdec_mlx.lab.proof.enumeration import ByRule, total_variation
 from specdec_mlx.lab.proof.report import Finding
 from specdec_mlx.lab.proof.subject import Place, Probs, Subject, Work, walk
 from specdec_mlx.rules import CoinRule, capped_ratio, residual
@@ -24,23 +24,25 @@ RARE = 0.2
 SHARPER = 0.7
 
 
-def rejecting(p: Probs, q: Probs, kept: Probs, replacement: Probs | None = None) -> Masses:
-    """Draft tokens kept with these masses, and else a replacement, by default a residual one."""
+def rejecting(p: Probs, q: Probs, accepted: Probs, replacement: Probs | None = None) -> Masses:
+    """Accept draft tokens with these masses, and replace the others from the residual."""
     after = residual(p, q) if replacement is None else replacement
-    return kept, (1 - kept.sum()) * after, p
+    # The rejected mass is 1 - sum(accepted). After a full draft the next token comes from p.
+    return accepted, (1 - accepted.sum()) * after, p
 
 
 def lossless(p: Probs, q: Probs) -> Masses:
-    """Token-level rejection as it should be."""
+    """Token-level rejection without a fault."""
     return rejecting(p, q, np.minimum(p, q))
 
 
 def dropped(p: Probs, q: Probs) -> Masses:
-    """A token drawn with a chance below 0.2 is taken back, and the round has no draft."""
+    """A fault: a token drawn with a probability below 0.2 is dropped, and the draft ends there."""
     often = q >= RARE
-    kept = np.where(often, np.minimum(p, q), 0)
-    again = (q * often - kept).sum() * residual(p, q) + (q * ~often).sum() * p
-    return kept, again, p
+    accepted = np.where(often, np.minimum(p, q), 0)
+    # A rejected token is replaced from the residual, and a dropped token by plain decoding.
+    replaced = (q * often - accepted).sum() * residual(p, q) + (q * ~often).sum() * p
+    return accepted, replaced, p
 
 
 DRAFT_FAULTS: dict[str, Callable[[Probs], Probs]] = {
@@ -63,13 +65,11 @@ VARIANTS: dict[str, Variant] = {
 
 
 def at_temperature(probs: Probs, temp: float) -> Probs:
-    """The distribution sharper (temp < 1) or flatter."""
     powers = np.power(probs, 1 / temp, out=np.zeros_like(probs), where=probs > 0)
     return normalised(powers, probs)
 
 
 def normalised(mass: Probs, otherwise: Probs) -> Probs:
-    """Mass as a distribution; where there is none, another one."""
     total = float(mass.sum())
     return mass / total if total > 0 else otherwise
 
@@ -81,7 +81,13 @@ MOST_TOKENS = 1500
 
 
 def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
-    """The exact distribution at places along texts of the target's own, which `steps` takes."""
+    """Compute the exact distribution of the next token at places along the target's own texts.
+
+    Args:
+        subject: target, drafter, sampling, rule and prompts.
+        work: the time for this part.
+        steps: receives the places, for the parts that follow.
+    """
     seen: list[tuple[AcceptanceRule, StepResult]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
         for step in walk(replace(subject, seed=subject.seed + i), prompt, STEPS):
@@ -90,6 +96,7 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
             rule = rule_for(subject.rule, step.draft)
             if isinstance(rule, CoinRule) and step.draft_probs is not None:
                 seen.append((rule, masses_of(rule, step.target_probs, step.draft_probs)))
+            # Half a text is walked in any case, so that there are places to test.
             if len(steps) > STEPS // 2 and not work.has_time():
                 break
     num_drafts = sum(step.draft_probs is not None for step in steps)
@@ -103,12 +110,12 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
         verdict += "is drafted; the joint distribution is tested below."
         return Finding("not applicable", verdict, numbers)
     *_, results = zip(*seen, strict=True)
-    distances, bonus_distances, left_out, kept, overlaps, _ = zip(*results, strict=True)
+    distances, bonus_distances, left_out, accepted, overlaps, _ = zip(*results, strict=True)
     numbers |= {
         "largest_total_variation": max(distances),
         "largest_of_the_token_after": max(bonus_distances),
         "draft_mass_left_out": max(left_out),
-        "expected_acceptance": float(np.mean(kept)),
+        "expected_acceptance": float(np.mean(accepted)),
         "sum_of_min_p_q": float(np.mean(overlaps)),
     }
     rule, worst = max(seen, key=lambda entry: entry[1].furthest)
@@ -126,53 +133,59 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
 class StepResult(NamedTuple):
     """Result of a rule on all drafts of one token.
 
-    distance: total variation of what is emitted from p; bonus_distance: of the token after a draft
-    accepted whole. left_out: draft mass of tokens that were not drawn. kept: chance that the draft
-    token is kept. overlap: sum of min(p, q), the largest lossless chance. fault: the named fault
-    that emits the same, or None.
+    Attributes:
+        distance: total variation between the emitted token's distribution and p.
+        bonus_distance: total variation of the token after an accepted draft.
+        left_out: draft mass of tokens that were not enumerated.
+        accepted: probability that the draft token is accepted.
+        overlap: sum of min(p, q), the largest probability of a lossless rule.
+        fault: the named fault that emits the same distribution, or None.
     """
 
     distance: float
     bonus_distance: float
     left_out: float
-    kept: float
+    accepted: float
     overlap: float
     fault: str | None
 
     @property
     def furthest(self) -> float:
-        """The larger distance."""
         return max(self.distance, self.bonus_distance)
 
 
 def masses_of(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> StepResult:
-    """What a rule emits with p and q [V], q cut to its likeliest tokens."""
+    """Distribution that a rule emits for p and q [V], with q cut to its likeliest tokens."""
+    # Tokens outside both supports are never emitted, and the enumeration is over tokens.
     support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
     p, drawn = target_probs[support], draft_probs[support]
     likeliest = np.argsort(-drawn, kind="stable")[:MOST_TOKENS]
     q = np.zeros_like(drawn)
     q[likeliest] = drawn[likeliest]
     left_out = max(0.0, 1 - float(q.sum()))
+    # The cut changes q, so the rule is tested on the cut q, for which it must be exact too.
     q = normalised(q, p)
-    kept, again, after = np.zeros_like(p), np.zeros_like(p), p
+    accepted, replaced, after = np.zeros_like(p), np.zeros_like(p), p
+    # After the accepted token the target is p again, which stands for any distribution.
     deciding, rows = ByRule(rule), np.stack([p, p])
     for x in np.flatnonzero(q).tolist():
         for emitted, masses in deciding.outcomes(rows, (x,), q[None]):
             if not emitted:
-                again += q[x] * masses
+                replaced += q[x] * masses
                 continue
-            after = after if kept.any() else normalised(masses, p)
-            kept[x] = q[x] * masses.sum()
+            # The bonus distribution is the same for each accepted token.
+            after = after if accepted.any() else normalised(masses, p)
+            accepted[x] = q[x] * masses.sum()
     faults = (
         name
         for name, variant in VARIANTS.items()
-        if np.allclose((kept, again, after), variant(p, q), atol=TOLERANCE)
+        if np.allclose((accepted, replaced, after), variant(p, q), atol=TOLERANCE)
     )
     return StepResult(
-        total_variation(kept + again, p),
+        total_variation(accepted + replaced, p),
         total_variation(after, p),
         left_out,
-        float(kept.sum()),
+        float(accepted.sum()),
         float(np.minimum(p, q).sum()),
         next(faults, None),
     )

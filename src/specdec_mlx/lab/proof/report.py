@@ -21,9 +21,12 @@ WIDTH, MARGIN = 100, 15  # columns of a text, and those left of its lines
 
 
 class Finding(NamedTuple):
-    """What a part found; "not run" is too little time or data.
+    """Result of a part.
 
-    verdict: a line that names what is wrong and what to do next. numbers: ready for JSON.
+    Attributes:
+        status: "not run" if there was too little time or data.
+        verdict: a line that names the problem and the next step.
+        numbers: ready for JSON.
     """
 
     status: Status
@@ -49,23 +52,28 @@ class Part:
 
 @dataclass(frozen=True)
 class CheckReport(Rows):
-    """All parts of a check, in the order in which they ran; settings: what was checked."""
+    """All parts of a check, in the order in which they ran.
+
+    Attributes:
+        parts: a `Part` each.
+        settings: the configuration that was checked.
+    """
 
     parts: Sequence[Part]
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
-        """True if every part passed; one that had no time did not."""
+        """True if every part passed. A part without time did not pass."""
         return all(part.passed for part in self.parts)
 
     @property
     def seconds(self) -> float:
-        """Duration of the check."""
+        """Duration of the check in seconds."""
         return sum(part.seconds for part in self.parts)
 
     def __getitem__(self, name: str) -> Part:
-        """The part of a name; KeyError lists those there are."""
+        """The part with this name. KeyError lists the names."""
         parts = {part.name: part for part in self.parts}
         if name not in parts:
             raise KeyError(f"{name!r}; the parts are {', '.join(parts)}")
@@ -73,7 +81,7 @@ class CheckReport(Rows):
 
     @property
     def verdict(self) -> str:
-        """One line on the whole."""
+        """One line for the whole check."""
         failed = [part.name for part in self.parts if part.status == "failed"]
         skipped = [part.name for part in self.parts if part.status == "not run"]
         if failed:
@@ -83,7 +91,7 @@ class CheckReport(Rows):
         return "PASSED: what is emitted is the target's own text."
 
     def rows(self) -> list[Row]:
-        """A row for each part; each of its single numbers is a column, lists and tables are not."""
+        """A row for each part, with its single numbers as columns."""
         names = ("status", "passed", "verdict", "seconds")
         return [
             {"part": part.name}
@@ -93,25 +101,25 @@ class CheckReport(Rows):
         ]
 
     def plot(self) -> Figure:
-        """Draw the chance that each named fault would have been found; needs matplotlib."""
+        """Draw the probability to find each named fault. Needs matplotlib."""
         from specdec_mlx.lab.plots import power_of_check
 
         return power_of_check(self.parts)
 
     def to_json(self) -> str:
-        """JSON text, one line an entry."""
+        """The report as JSON, a line for each entry."""
         names = ("passed", "verdict", "seconds", "settings")
         parts = [asdict(part) | {"passed": part.passed} for part in self.parts]
-        whole = {name: getattr(self, name) for name in names} | {"parts": parts}
-        return json.dumps(whole, indent=2) + "\n"
+        report = {name: getattr(self, name) for name in names} | {"parts": parts}
+        return json.dumps(report, indent=2) + "\n"
 
     def __str__(self) -> str:
-        """The settings, a line or two a part with its numbers below, and the verdict."""
+        """The settings, each part with its numbers, and the verdict."""
         lines = textwrap.wrap(_listed(self.settings), WIDTH)
         for part in self.parts:
             lines += ["", f"{part.status:<15}{part.name}  ({part.seconds:.1f} s)"]
-            shown = [*textwrap.wrap(part.verdict, WIDTH - MARGIN), *_number_lines(part.numbers)]
-            lines += [" " * MARGIN + line for line in shown]
+            body = [*textwrap.wrap(part.verdict, WIDTH - MARGIN), *_number_lines(part.numbers)]
+            lines += [" " * MARGIN + line for line in body]
         return "\n".join([*lines, "", f"{self.verdict}  ({self.seconds:.0f} s)"])
 
     def _repr_html_(self) -> str:
@@ -129,7 +137,6 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _number_lines(numbers: dict[str, Any]) -> list[str]:
-    """A line a number; tables of named numbers, and lists of them, one line an entry."""
     lines = []
     for name, value in numbers.items():
         title = f"{name.replace('_', ' ')}:"

@@ -28,7 +28,7 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.lab.proof.conformance import Conformance
-from specdec_mlx.lab.proof.law import (
+from specdec_mlx.lab.proof.enumeration import (
     Comparison,
     Drawn,
     Tokens,
@@ -57,20 +57,21 @@ LAZY = "Use MLX's functions throughout: no item(), tolist(), mx.eval, `if` on an
 
 
 def check_rule(rule: AcceptanceRule, *, lossless: bool = True) -> list[str]:
-    """Hold an acceptance rule to the contract of `specdec_mlx.contracts`.
+    """Check an acceptance rule against the contract of `specdec_mlx.contracts`.
 
     Args:
         rule: an instance.
-        lossless: True if it says that it leaves the target's distribution alone. A rule by coins is
-            then enumerated in float64, with vocabularies of 2 to 5 tokens and K up to 3; of others
-            20,000 texts are drawn, for drawn drafts and for point masses. One rule in 500,000 is a
-            false alarm; a total variation of 0.05 is found with a chance above 0.99.
+        lossless: True if the rule claims to leave the target's distribution unchanged. A rule that
+            decides by coins is then enumerated in float64, with vocabularies of 2 to 5 tokens and K
+            up to 3. Other rules draw 20,000 texts, for drawn drafts and for point masses. One
+            correct rule in 500,000 fails, and a total variation of 0.05 is found with a probability
+            above 0.99.
 
     Returns:
         A line for each property that was checked.
 
     Raises:
-        AssertionError: it broke one; says which, what happened and what to do.
+        AssertionError: the rule broke a property. The message says what happened and what to do.
     """
     left_out = {"coins": not isinstance(rule, CoinRule), "distribution": not lossless}
     check = RuleConformance(rule, lossless)
@@ -81,8 +82,13 @@ def check_rule(rule: AcceptanceRule, *, lossless: bool = True) -> list[str]:
 class Question:
     """A draft, and the target at its positions.
 
-    logprobs: [K+1, V] of the target. tokens: [K]. draft_logprobs: [K, V], None for a point mass.
-    sampler: one that is no `Sampling` gives no distribution. position: where the draft begins.
+    Attributes:
+        logprobs: [K+1, V] of the target.
+        tokens: [K] draft tokens.
+        draft_logprobs: [K, V] of the drafter. None for a point mass.
+        sampler: a `Sampling`, or a sampler without a known distribution.
+        noise: of the generation.
+        position: number of tokens before the draft.
     """
 
     logprobs: mx.array
@@ -93,23 +99,19 @@ class Question:
     position: int = 0
 
     def __str__(self) -> str:
-        """The question in words, for error messages."""
         kind = "point-mass" if self.draft_logprobs is None else "drawn"
         how = getattr(self.sampler, "__name__", self.sampler)
         return f"{kind} draft {list(self.tokens)}, V = {self.logprobs.shape[-1]}, {how}"
 
     def rows(self) -> RoundPositions:
-        """The target, as the loop shows it."""
         return RoundPositions(self.logprobs, NextToken(self.sampler, (), self.noise), self.position)
 
     def ask(self, rule: AcceptanceRule, evidence: Any = None) -> Decision:
-        """The lazy answer of a rule."""
         draft = Draft(to_ids(self.tokens), self.draft_logprobs, evidence=evidence)
         return rule.decide(self.rows(), draft, RoundNoise(self.noise, self.position))
 
 
 def questions(sampler: Callable[[mx.array], mx.array]) -> Iterator[Question]:
-    """Drafts of 1 to 3 tokens, each as one that was drawn and as a point mass."""
     for seed, (target, draft, num_draft, _) in enumerate([*pairs(), *pairs()]):
         drafts = list(Drawn(draft, up_to(num_draft)).drafts(0))
         _, tokens, probs = drafts[seed % len(drafts)]
@@ -119,19 +121,18 @@ def questions(sampler: Callable[[mx.array], mx.array]) -> Iterator[Question]:
 
 
 def second_best(logprobs: mx.array) -> mx.array:
-    """A sampler that can only be called."""
     return mx.argsort(-logprobs, axis=-1)[..., 1]
 
 
 def to_mlx(array: Any) -> mx.array:
-    """Token ids and numbers of tokens as the loop has them, coins as they are, else float32."""
+    """The array with the type that the loop uses: uint32 for integers, bool, or float32."""
     kinds = {"i": mx.uint32, "b": mx.bool_}
     return mx.array(array).astype(kinds.get(np.asarray(array).dtype.kind, mx.float32))
 
 
 @dataclass
 class RuleConformance(Conformance):
-    """One rule under test."""
+    """The test of a rule."""
 
     properties = {  # noqa: RUF012
         "protocol": "See AcceptanceRule in specdec_mlx.contracts",
@@ -149,24 +150,26 @@ class RuleConformance(Conformance):
     lossless: bool
 
     def protocol(self) -> str:
-        """It has a name and decides; its answers can be read, and can be true."""
+        """The rule has a name, and its decisions are readable and possible."""
+        # A class passes the protocol check too, but it is no instance.
         is_rule = isinstance(self.subject, AcceptanceRule) and not inspect.isclass(self.subject)
         self.require(is_rule, f"{self.subject!r} has no name or no decide().")
         name = self.subject.name
         self.require(isinstance(name, str), f"its name is {name!r}, no str.")
         samplers: list[Any] = [AT_ONE, GREEDY]
         samplers += [] if needs_distribution(self.subject) else [second_best]
-        self.asked = [question for sampler in samplers for question in questions(sampler)]
-        self.answers = [self._outcome(question) for question in self.asked]
+        self.questions = [question for sampler in samplers for question in questions(sampler)]
+        self.answers = [self._outcome(question) for question in self.questions]
         num_kept = sum(outcome.num_accepted for outcome in self.answers)
-        return f"{len(self.asked)} drafts, of which {num_kept} tokens were kept"
+        return f"{len(self.questions)} drafts, of which {num_kept} tokens were kept"
 
     def purity(self) -> str:
-        """The answer follows from what was given alone, and waits for nothing."""
+        """A decision depends only on its arguments, and does not wait for numbers."""
         global_state: Any = mx.random.state
         options, moved = (dict(getattr(self.subject, "__dict__", {})), global_state[0].tolist())
-        again = [self._outcome(question, with_evidence=True) for question in self.asked[::-1]]
-        for question, first, second in zip(self.asked, self.answers, again[::-1], strict=True):
+        # The reverse order shows state that a decision leaves for the next.
+        again = [self._outcome(question, with_evidence=True) for question in self.questions[::-1]]
+        for question, first, second in zip(self.questions, self.answers, again[::-1], strict=True):
             self.require(
                 first.tokens == second.tokens,
                 f"asked twice, it emitted {first.tokens} and {second.tokens}; {question}.",
@@ -175,8 +178,8 @@ class RuleConformance(Conformance):
         self.require(is_same, "deciding changed the rule itself.")
         is_same = moved == global_state[0].tolist()
         self.require(is_same, "deciding moved MLX's global random state.")
-        for question in (self.asked[0], self.asked[-1]):
-
+        for question in (self.questions[0], self.questions[-1]):
+            # A trace has no numbers, so reading one inside decide() raises.
             def traced(logprobs: mx.array, question: Question = question) -> list[mx.array]:
                 answer = replace(question, logprobs=logprobs).ask(self.subject)
                 return list(answer.arrays().values())
@@ -187,27 +190,27 @@ class RuleConformance(Conformance):
                 self.require("[eval]" in str(error), f"decide() raised {error}.")
                 what = "decide() waits for numbers; a round waits once, after the verdict."
                 self.require(False, what, LAZY)
-        return f"{len(self.asked)} answers are the same again, and none is waited for"
+        return f"{len(self.questions)} answers are the same again, and none is waited for"
 
     def greedy(self) -> str:
-        """At temperature 0, and with samplers that can only be called, the target decides.
+        """At temperature 0, and with samplers of unknown distribution, the target decides.
 
-        The latter if the rule takes them; one that reads the distribution is refused there.
+        Rules that need the distribution do not meet samplers of this kind.
         """
         num_asked = 0
-        for question, answer in zip(self.asked, self.answers, strict=True):
+        for question, answer in zip(self.questions, self.answers, strict=True):
             if question.sampler != AT_ONE:
-                emitted, own = answer.tokens, to_list(question.rows().tokens)
+                emitted, targets = answer.tokens, to_list(question.rows().tokens)
                 self.require(
-                    not self.lossless or emitted == own[: len(emitted)],
-                    f"it emitted {emitted}; expected the target's own, {own}; {question}.",
+                    not self.lossless or emitted == targets[: len(emitted)],
+                    f"it emitted {emitted}; expected the target's own, {targets}; {question}.",
                 )
                 num_asked += 1
         can = "the target's own" if self.lossless else "possible"
         return f"{num_asked} drafts, what is emitted is {can}"
 
     def coins(self) -> str:
-        """The functions of a rule by coins give chances, the same in float64 and in float32."""
+        """The functions of a rule by coins return probabilities, in float64 as in float32."""
         self.exact = list(enumerated(self.subject))
         on_mlx = enumerated(self.subject, to_mlx)
         for exact, single in zip(self.exact, on_mlx, strict=True):
@@ -215,12 +218,12 @@ class RuleConformance(Conformance):
             what = f"{exact.how}: chances of the texts add up to {exact.got.sum():.6g}, not to 1, "
             self.require(are_chances, f"{what}or some are below 0.")
             is_same = np.allclose(exact.got, single.got, atol=FLOAT32)
-            what = f"on MLX {replace(single, own=exact.got)}"
+            what = f"on MLX {replace(single, expected=exact.got)}"
             self.require(is_same, f"{what} Expected is what they are on NumPy.")
         return f"{len(self.exact)} rounds enumerated, on MLX as on NumPy"
 
     def distribution(self) -> str:
-        """The tokens emitted have the target's own distribution, jointly."""
+        """The emitted tokens have the target's distribution jointly."""
         lines = []
         if isinstance(self.subject, CoinRule):
             self.require(
@@ -233,35 +236,40 @@ class RuleConformance(Conformance):
                 self.require(comparison.total_variation < EXACT, str(comparison))
             largest = max(comparison.total_variation for comparison in self.exact)
             lines = [f"{len(self.exact)} enumerated, total variation at most {largest:.0e}"]
+        # A rule with its own decide() may not use the functions that were enumerated.
         if type(self.subject).decide is not CoinRule.decide:
             for comparison, test in self.sampled():
-                found = f"chi-square {test.statistic:.0f}, p = {test.p_value:.2g}"
-                self.require(test.p_value >= RARE_ALARM, f"{comparison} ({found})")
-                lines.append(f"{comparison.how}, {found}")
+                result = f"chi-square {test.statistic:.0f}, p = {test.p_value:.2g}"
+                self.require(test.p_value >= RARE_ALARM, f"{comparison} ({result})")
+                lines.append(f"{comparison.how}, {result}")
         return "; ".join(lines)
 
     def sampled(self) -> Iterator[tuple[Comparison, ChiSquare]]:
-        """Texts of drawn drafts, and of point masses, beside the target's own distribution."""
+        """Texts of drawn drafts and of point masses, beside the target's distribution."""
         target, draft = sources(VOCAB_SIZE, 1)
-        own = continued(target, {(): 1.0}, LENGTH)
+        expected = continued(target, {(): 1.0}, LENGTH)
         for is_drawn, kind in ((True, "at random"), (False, "point masses")):
             probs = draft.probs if is_drawn else one_hots(draft.probs)
-            seen = np.zeros(own.shape)
+            seen = np.zeros(expected.shape)
             with self.blaming("drawing texts"):
                 texts = self._texts(_log(target.probs), _log(probs), is_drawn)
                 np.add.at(seen, tuple(np.array(texts).T), 1)
             how = f"{NUM_TEXTS} texts drawn, K = {NUM_DRAFT} {kind}, V = {VOCAB_SIZE}"
-            test = ChiSquare.of(seen.ravel(), NUM_TEXTS * own.ravel())
-            yield Comparison(seen / NUM_TEXTS, own, how), test
+            test = ChiSquare.of(seen.ravel(), NUM_TEXTS * expected.ravel())
+            yield Comparison(seen / NUM_TEXTS, expected, how), test
 
     def _texts(self, target: mx.array, draft: mx.array, is_drawn: bool) -> list[Tokens]:
-        """Texts of LENGTH tokens; those that are equally long are asked about together.
+        """Texts of LENGTH tokens.
 
-        target, draft: log-probabilities by state, [NUM_STATES, V].
+        Args:
+            target: log-probabilities [NUM_STATES, V] by state.
+            draft: log-probabilities [NUM_STATES, V] by state.
+            is_drawn: False for point masses.
         """
         keys = mx.random.split(mx.random.key(0), NUM_TEXTS)
         texts: list[Tokens] = [()] * NUM_TEXTS
         for position in range(LENGTH):
+            # Texts of equal length are decided together, in one vectorised call.
             here = [i for i, text in enumerate(texts) if len(text) == position]
             if not here:
                 continue
@@ -275,10 +283,18 @@ class RuleConformance(Conformance):
         return texts
 
     def _drafted(
-        self, target: mx.array, draft: mx.array, is_drawn: bool, position: int, *given: mx.array
+        self, target: mx.array, draft: mx.array, is_drawn: bool, position: int, *inputs: mx.array
     ) -> dict[str, mx.array]:
-        """Numbers of the answer to one draft [K], and the draft; given: noise and state."""
-        key, state = given
+        """Arrays of the decision on one draft [K], and the draft.
+
+        Args:
+            target: log-probabilities [NUM_STATES, V] by state.
+            draft: log-probabilities [NUM_STATES, V] by state.
+            is_drawn: False for point masses.
+            position: number of tokens before the draft.
+            *inputs: the generation's noise key [2], and the state of its text.
+        """
+        key, state = inputs
         noise, coupled = _OwnNoise(0, key), shares_noise(self.subject)
         context = DraftContext(noise=noise, coupled=coupled, vocab_size=VOCAB_SIZE)
         tokens, states = [], [state]
@@ -291,9 +307,11 @@ class RuleConformance(Conformance):
         return {"drafted": drafted, **question.ask(self.subject).arrays()}
 
     def _outcome(self, question: Question, with_evidence: bool = False) -> Outcome:
-        """The outcome of a draft as the loop reads it, which has to be possible.
+        """The outcome of a draft as the loop reads it. AssertionError if it is impossible.
 
-        with_evidence: of the drafter's, which no rule reads.
+        Args:
+            question: the draft and the target.
+            with_evidence: pass the drafter's evidence too, which a rule must not read.
         """
         size = len(question.tokens) if with_evidence else 0
         evidence = [Evidence(match=9 - i) for i in range(size)] or None
@@ -309,6 +327,7 @@ class RuleConformance(Conformance):
         what = f"{question}: it kept tokens {list(outcome.accepted)}; expected the first ones."
         next_step = "Count the tokens from the first one on; nodes are for trees"
         self.require([*outcome.accepted] == [*range(n)], what, next_step)
+        # A sampler of unknown distribution may emit any token.
         rows, every = question.rows(), mx.ones(question.logprobs.shape)
         probs = rows.probs if rows.has_distribution else every
         possible = np.flatnonzero(np.array(probs[n]))
@@ -321,15 +340,19 @@ class RuleConformance(Conformance):
 
 @dataclass(frozen=True, eq=False)
 class _OwnNoise(Noise):
-    """Noise with a key of its own, [2], by which MLX can trace many generations as one."""
+    """Noise with its own key, so that MLX can trace many generations as one.
 
-    own: mx.array
+    Attributes:
+        key_offset: [2], added to each key.
+    """
+
+    key_offset: mx.array
 
     def key(self, purpose: str, position: int) -> mx.array:
-        return super().key(purpose, position) + self.own
+        return super().key(purpose, position) + self.key_offset
 
     def uniform(self, purpose: str, position: int, n: int = 1) -> mx.array:
-        """Drawn by MLX, not on the host."""
+        """Uniform numbers from MLX. The base class draws on the host, which cannot be traced."""
         return mx.random.uniform(shape=(n,), key=self.key(purpose, position))
 
     def gumbels(self, places: Sequence[tuple[str, int]], vocab: int) -> mx.array:
@@ -337,17 +360,17 @@ class _OwnNoise(Noise):
 
 
 def _vectorised(
-    decide: Callable[..., dict[str, mx.array]], *given: mx.array
+    decide: Callable[..., dict[str, mx.array]], *inputs: mx.array
 ) -> Iterator[dict[str, Any]]:
-    """Numbers for each row of what is given; one by one where MLX has to."""
+    """Results for each row of the inputs, computed together where MLX can vectorise `decide`."""
     try:
-        arrays = mx.vmap(decide)(*given)
+        arrays = mx.vmap(decide)(*inputs)
         columns = [array.tolist() for array in arrays.values()]
         yield from (dict(zip(arrays, row, strict=True)) for row in zip(*columns, strict=True))
     except ValueError as error:
         if "vmap" not in str(error):
             raise
-        for row in zip(*given, strict=True):
+        for row in zip(*inputs, strict=True):
             yield {name: array.tolist() for name, array in decide(*row).items()}
 
 

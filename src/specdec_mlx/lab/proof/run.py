@@ -21,7 +21,7 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.lab.probing import ProbeReport
 from specdec_mlx.lab.prompts import encode_chat, read_prompts
-from specdec_mlx.lab.proof import drawn, one_step
+from specdec_mlx.lab.proof import distributions, one_step
 from specdec_mlx.lab.proof import texts as texts_of_parts
 from specdec_mlx.lab.proof.chi_square import scipy
 from specdec_mlx.lab.proof.report import CheckReport, Finding, Part
@@ -55,34 +55,34 @@ def check(
     seed: int | None = None,
     progress: bool = True,
 ) -> CheckReport:
-    """Prove on this model, machine and setting that speculation leaves the text alone.
+    """Prove on this model, machine and setting that speculation leaves the text unchanged.
 
     Args:
         model: the target.
-        tokenizer: the target's; may be None where prompts are token ids.
-        drafter: as for `generate`.
-        draft_model: as for `generate`.
-        sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers; greedy
-            if None.
-        rule: as for `speculate`.
-        num_draft_tokens: as for `speculate`. Where drafters are asked outside of the loop, "auto"
-            has no measurements and stands for 4 tokens.
-        prompts: user messages, or token ids; None takes a few of ours.
-        budget: seconds; parts take as many samples as fit. One that had no time is "not run", and
-            then the whole is not passed.
-        texts: most texts of the joint distribution, None for 6,000; more of them find a smaller
-            bias, if the budget lasts.
-        seed: of all draws; one that is given makes rule "auto" the coupled one, as in `generate`.
+        tokenizer: the target's. May be None if prompts are token ids.
+        drafter: see `generate`.
+        draft_model: see `generate`.
+        sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers. None
+            is greedy.
+        rule: see `speculate`.
+        num_draft_tokens: see `speculate`. Where drafters work outside of the loop, "auto" has no
+            measurements and means 4 tokens.
+        prompts: user messages, or token ids. None takes a few of the built-in prompts.
+        budget: seconds. Each part takes as many samples as fit. A part without time is "not run",
+            and then the check has not passed.
+        texts: upper limit on texts for the joint distribution. None means 6,000. More texts find a
+            smaller bias, if the budget suffices.
+        seed: of all draws. With a seed, rule "auto" is the coupled rule, as in `generate`.
         progress: show a bar.
 
     Returns:
-        The parts; docs/check.md says how to read them.
+        The parts. docs/check.md says how to read them.
 
     Raises:
         ValueError: for bad input, or a sampler whose distribution is not known.
-        UnknownNameError: for the name of a drafter or rule that there is not.
-        TokenizerMismatchError: for a draft model with another tokenizer.
-        MissingPackageError: scipy is not installed, and something is drawn.
+        UnknownNameError: no drafter or rule has this name.
+        TokenizerMismatchError: the draft model has another tokenizer.
+        MissingPackageError: scipy is not installed, and the sampler draws at random.
     """
     if not budget > 0:
         raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
@@ -102,6 +102,7 @@ def check(
     make_draft_length(num_draft_tokens)
     if texts is not None:
         check_int("texts", texts, 1)
+    # Fail before the long part if the statistics cannot be computed.
     if not sampling.greedy:
         scipy()
     subject = Subject(
@@ -136,7 +137,6 @@ def check(
 
 
 def _encoded(tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
-    """Token ids of each prompt; ValueError for one without any."""
     if prompts is None:
         prompts = [prompt.text for prompt in read_prompts() if prompt.id in PROMPTS]
     encoded = [encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
@@ -145,30 +145,29 @@ def _encoded(tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None) -> l
     return encoded
 
 
-def run_parts(
-    subject: Subject, work: Work, progress: bool, num_texts: int | None = None
-) -> list[Part]:
-    """The parts in order, in the time for all; later ones use what earlier ones have gathered."""
+def run_parts(subject: Subject, work: Work, progress: bool, most: int | None = None) -> list[Part]:
+    """Run the parts in order, within the time for all. Later parts use data of earlier parts."""
     steps: list[Place] = []
-    draws = drawn.Draws()
+    draws = distributions.Draws()
     probed: list[ProbeReport] = []
-    # part -> share of the time that is left when it begins, and what runs
+    # part -> its share of the remaining time, and its function
     parts: dict[str, tuple[float, Callable[[Work], Finding]]] = {
         "widths": (0.5, lambda work: texts_of_parts.check_widths(subject.model, work, probed)),
         ONE_STEP: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
-        JOINT: (0.5, lambda work: drawn.check_joint(subject, work, steps, draws, num_texts)),
-        DECLARED: (1.0, lambda work: drawn.check_declared(draws)),
+        JOINT: (0.5, lambda work: distributions.check_joint(subject, work, steps, draws, most)),
+        DECLARED: (1.0, lambda work: distributions.check_declared(draws)),
         "drafter's state": (0.4, partial(texts_of_parts.check_state, subject)),
     }
+    # Only heads have other readings of their files.
     for part in all_drafters(subject.drafter):
         if isinstance(part, HeadDrafter):
             variations = partial(texts_of_parts.check_variations, subject, part)
             parts.setdefault("head's variants", (0.5, variations))
     parts["greedy text"] = (1.0, lambda work: texts_of_parts.check_greedy(subject, work, *probed))
     done = []
-    shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
+    bar_format = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
     with progress_bar(
-        total=len(parts), bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
+        total=len(parts), bar_format=bar_format, miniters=0, mininterval=0.5, disable=not progress
     ) as bar:
 
         def say(num_samples: int) -> None:

@@ -1,6 +1,6 @@
 """Does a rollback strategy keep its contract? Passes of one layer, without a model.
 
-What later passes compute is compared with a cache that was only given the tokens kept, one by one.
+After rollbacks, later passes are compared with a cache that only saw the kept tokens, one by one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REJECTED = 1000  # first of the token ids that are drafted and rejected
 
 
 def attend(cache: Any, tokens: mx.array) -> mx.array:
-    """A layer of attention over a cache; rows [S, D + 1], the last column the position."""
+    """A layer of attention over a cache. Rows [S, D + 1] have the position in the last column."""
     states = mx.sin(mx.arange(1, KEY_WIDTH + 1) * (tokens[:, None] + 1.0))[None, None]
     mask = create_attention_mask(states[0], cache, return_array=True)
     positions = cache.offset + mx.arange(tokens.shape[0], dtype=mx.float32)
@@ -59,22 +59,23 @@ def attend(cache: Any, tokens: mx.array) -> mx.array:
 def check_strategy(
     strategy: Strategy, make_cache: Callable[[], Any], feed: Feed = attend
 ) -> list[str]:
-    """Hold a rollback strategy to the contract of `specdec_mlx.caches`.
+    """Check a rollback strategy against the contract of `specdec_mlx.caches`.
 
     Args:
-        strategy: an instance; it need not be registered.
-        make_cache: makes an empty cache of the class that the strategy is for. One that forgets
-            after a `max_size` should have a small one; without that name, eight positions.
-        feed: (cache, tokens [S]) -> rows [S, D], one pass as a model's layer makes it; rows follow
-            from what the cache then holds. By default attention, for classes with
-            `update_and_fetch`. Of a strategy that gathers rows, what a position leaves in the cache
-            has to follow from its token alone.
+        strategy: an instance, which need not be registered.
+        make_cache: makes an empty cache of the class that the strategy is for. A cache that forgets
+            after `max_size` tokens should have a small limit. If it has no attribute of this name,
+            use eight positions.
+        feed: (cache, tokens [S]) -> rows [S, D], a pass of one layer. The rows follow from the
+            cache's contents. The default is attention, for classes with `update_and_fetch`. If the
+            strategy gathers rows, the cache entry of a position has to follow from its token only.
 
     Returns:
         A line for each property that was checked.
 
     Raises:
-        AssertionError: it broke one; says which, what happened and what to do.
+        AssertionError: the strategy broke a property. The message says what happened and what to
+            do.
         ValueError: `feed` does not return rows.
     """
     check = StrategyConformance(strategy, make_cache, feed)
@@ -87,7 +88,7 @@ def check_strategy(
 
 
 class StrategyConformance(Conformance):
-    """One strategy under test. The text is 0, 1, 2, ..., so that no two tokens are alike."""
+    """The test of a strategy. The text is 0, 1, 2, ..., so that all tokens differ."""
 
     properties = {  # noqa: RUF012
         "protocol": "Give an instance of a class of caches.Strategy's kind",
@@ -103,15 +104,14 @@ class StrategyConformance(Conformance):
     def __init__(self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed) -> None:
         self.subject, self.make_cache, self.feed = strategy, make_cache, feed
         self.window = window_of(make_cache()) or WINDOW
-        half, whole = self.window // 2, self.window
-        # empty, short, about to fill the window, just past it, and more than twice as long
-        self.lengths = sorted({0, 1, half, whole - 1, whole, whole + 1, 2 * whole + 1})
+        half, full = self.window // 2, self.window
+        # Empty, short, around a full window, and more than two windows.
+        self.lengths = sorted({0, 1, half, full - 1, full, full + 1, 2 * full + 1})
         self.refuses = False
         self._plain: list[mx.array] = []
-        self._plain_cache = make_cache()  # it is never drafted on
+        self._plain_cache = make_cache()  # never drafted on
 
     def protocol(self) -> str:
-        """All members are there."""
         is_strategy = isinstance(self.subject, Strategy)
         self.require(is_strategy, f"{self.subject!r} is no instance of one.")
         widest = self.subject.widest_pass(self.make_cache())
@@ -121,7 +121,7 @@ class StrategyConformance(Conformance):
         return str(self.subject.name)
 
     def widths(self) -> str:
-        """Passes as wide as `widest_pass` allows give what single tokens give."""
+        """Passes up to `widest_pass` positions equal passes over single tokens."""
         for length in self.lengths:
             self._go_on(
                 self._fed(length),
@@ -131,9 +131,9 @@ class StrategyConformance(Conformance):
         return f"wide passes are what single tokens are, at {len(self.lengths)} lengths"
 
     def restore(self) -> str:
-        """`restore` puts a cache back as it was at `save`, again and again, or refuses.
+        """`restore` returns a cache to its state at `save`, any number of times, or refuses.
 
-        It does after whole passes, and after those that were interrupted at any change of the
+        This is tested after complete passes, and after passes interrupted at each change of the
         cache.
         """
         cache = self.make_cache()
@@ -149,6 +149,7 @@ class StrategyConformance(Conformance):
             cache = self._fed(length)
             saved, before, num_whole = self.subject.save(cache), contents(cache), 0
             rejected = _rejected(self._limited(cache, width))
+            # Interrupt the pass at change 0, 1, ... until two passes are complete.
             for at in itertools.count():
                 where = f"put back at {length} tokens, change {at}"
                 with self.blaming(where):
@@ -167,23 +168,27 @@ class StrategyConformance(Conformance):
         return f"exact after whole passes, and after {points} interruptions"
 
     def rollback(self) -> str:
-        """Draft, roll back, go on: as if nothing had been drafted, for every number kept.
+        """Draft, roll back and continue, for every number of kept tokens.
 
-        Also beside a cache that cannot be trimmed, where all return to the checkpoint, and the next
-        pass reads the kept tokens again.
+        This is also tested beside a cache that cannot be trimmed. Then all caches return to the
+        checkpoint, and the next pass reads the kept tokens again.
         """
         histories = 0
         for length, width in itertools.product(self.lengths, (*WIDTHS, self.window + 2)):
+            # The strategy may allow less than this width, so several widths give the same case.
             limited = self._limited(self._fed(length), width)
             if limited < width and limited in WIDTHS:
-                continue  # it has had its turn
-            for kept, is_beside in itertools.product(range(limited + 1), (False, True)):
-                cache = self._fed(length, singly=(limited + kept) % 2 == 1)
-                where = f"after {length} tokens, a pass over {limited} positions of which {kept} "
+                continue  # This width was tested already.
+            for num_kept, is_beside in itertools.product(range(limited + 1), (False, True)):
+                cache = self._fed(length, singly=(limited + num_kept) % 2 == 1)
+                where = (
+                    f"after {length} tokens, a pass over {limited} positions of which {num_kept} "
+                )
                 where += "were kept" + ", beside a cache that cannot be trimmed" * is_beside
                 rollback = Rollback([cache, *[ArraysCache(1)] * is_beside], length)
                 with self.blaming(where):
-                    for end in (length + kept, length + max(0, kept - 1))[: 1 + is_beside]:
+                    # Beside a cache without trim, a second rewind starts from a restored cache.
+                    for end in (length + num_kept, length + max(0, num_kept - 1))[: 1 + is_beside]:
                         start = rollback.position
                         width_now = self._limited(cache, limited)
                         known = range(min(end - start, width_now))
@@ -195,17 +200,17 @@ class StrategyConformance(Conformance):
         return f"{histories} histories, each as if nothing had been drafted"
 
     def gather(self) -> str:
-        """Any of the last positions may be kept, as if the others had never been fed."""
+        """Any of the last positions can be kept, as if the others had never been fed."""
         histories = 0
-        for length, kept in itertools.product(self.lengths, TREE_PATHS):
+        for length, path in itertools.product(self.lengths, TREE_PATHS):
             cache = self._fed(length)
             if self._limited(cache, TREE_SIZE + 1) <= TREE_SIZE:
                 continue
             rollback = Rollback([cache], length)
-            where = f"after {length} tokens, a tree of {TREE_SIZE} of which {list(kept)} were kept"
+            where = f"after {length} tokens, a tree of {TREE_SIZE} of which {list(path)} were kept"
             with self.blaming(where):
-                self._draft(rollback, TREE_SIZE + 1, [0, *(1 + node for node in kept)])
-                reached = rollback.keep(length + 1, kept)
+                self._draft(rollback, TREE_SIZE + 1, [0, *(1 + node for node in path)])
+                reached = rollback.keep(length + 1, path)
             self._go_on(cache, reached, where)
             histories += 1
         return f"{histories} histories, each as if only what was kept had been fed"
@@ -213,7 +218,6 @@ class StrategyConformance(Conformance):
     # What the checks are made of
 
     def _fed(self, length: int, *, singly: bool = False) -> Any:
-        """A cache of the first tokens of the text, fed in wide passes or one by one."""
         cache, start = self.make_cache(), 0
         while start < length:
             width = 1 if singly else self._limited(cache, length - start)
@@ -222,7 +226,7 @@ class StrategyConformance(Conformance):
         return cache
 
     def _draft(self, rollback: Rollback, width: int, places: Iterable[int]) -> mx.array:
-        """A pass after a checkpoint: the text's next tokens at some places, and rejected ones."""
+        """A pass after a checkpoint, with the text's tokens at `places`, and wrong tokens."""
         tokens = _rejected(width)
         for depth, place in enumerate(places):
             tokens[place] = rollback.position + depth
@@ -239,7 +243,6 @@ class StrategyConformance(Conformance):
         return self.feed(cache, mx.array(list(tokens), mx.int32))
 
     def _go_on(self, cache: Any, start: int, where: str) -> None:
-        """Continue the text, in a wide pass and one by one, until a window has wrapped again."""
         singles = [1] * (self.window + 2)
         rows, first = [], start
         with self.blaming(where):
@@ -250,11 +253,11 @@ class StrategyConformance(Conformance):
             self._check_rows(mx.concatenate(rows), first, where)
 
     def _check_rows(self, rows: mx.array, start: int, where: str) -> None:
-        """Raise unless rows are those of a cache that was given single tokens of the text alone."""
         if not len(rows):
             return
         off = mx.abs(rows - self._plain_rows(start + len(rows))[start:]).max(axis=-1)
         most = ROUNDING[mx.float16] if shortens_products() else TOLERANCE
+        # `not off <= most` also finds NaN.
         first: Any = mx.argmax(~(off <= most)).item()
         self.require(
             mx.all(off <= most).item(),
@@ -263,7 +266,6 @@ class StrategyConformance(Conformance):
         )
 
     def _plain_rows(self, length: int) -> mx.array:
-        """Rows [length, D] of the text's tokens, given one by one."""
         while len(self._plain) < length:
             self._plain.append(self._pass(self._plain_cache, [len(self._plain)]))
         return mx.concatenate(self._plain[:length])
@@ -274,17 +276,17 @@ def _rejected(size: int) -> list[int]:
 
 
 def contents(cache: Any) -> dict[str, Any]:
-    """A cache's numbers, and its arrays without spare rows as types, shapes and checksums."""
+    """A cache's plain attributes, and its arrays as dtype, shape and checksum."""
     has_rows = hasattr(cache, "keys_and_values") and not cache.empty()
     arrays: Any = dict(tree_flatten(cache.keys_and_values() if has_rows else cache.state))
     plain = (bool, int, float, str, type(None))
     members = getattr(cache, "__dict__", {})
-    held: dict[str, Any] = {k: v for k, v in members.items() if isinstance(v, plain)}
+    values: dict[str, Any] = {k: v for k, v in members.items() if isinstance(v, plain)}
     for name, value in arrays.items():
         is_array = isinstance(value, mx.array)
         checksum = zlib.crc32(bytes(memoryview(value))) if is_array else None
-        held[f".state.{name}"] = (value.dtype, value.shape, checksum) if is_array else value
-    return held
+        values[f".state.{name}"] = (value.dtype, value.shape, checksum) if is_array else value
+    return values
 
 
 class InterruptedPass(BaseException):
@@ -293,7 +295,7 @@ class InterruptedPass(BaseException):
 
 @contextmanager
 def interrupting(cache: Any, at: int) -> Iterator[None]:
-    """Raise InterruptedPass instead of change number `at` of a cache, and of its class."""
+    """Raise InterruptedPass in place of change number `at` of a cache."""
     kind, changes = type(cache), itertools.count()
 
     def counted(change: Callable[..., None]) -> Callable[..., None]:

@@ -1,8 +1,8 @@
 """The subject of a check: a target, a drafter, a sampling, a rule and prompts.
 
-`Remembered` looks up passes that thousands of short texts have in common; loop, session, rule and
-noise run as ever. `Alone` has sessions feed the target the text themselves, where nobody shows them
-its states.
+Thousands of short texts share passes, and `Remembered` looks these up. Loop, session, rule and
+noise run as usual. The sessions of `Alone` feed the target themselves, because outside of the loop
+nobody shows them the target's states.
 """
 
 from __future__ import annotations
@@ -51,9 +51,19 @@ Probs = NDArray[np.float64]  # probabilities [V] of the next token, float64
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A target, a drafter or None, a sampling, a rule, and prompts.
+    """The setting that a check is about.
 
-    num_draft_tokens: of the loop. seed: of all draws.
+    Attributes:
+        model: the target.
+        drafter: None for plain decoding.
+        sampling: of the target's tokens.
+        rule: the acceptance rule.
+        prompts: token ids.
+        vocab_size: V.
+        num_draft_tokens: draft length of the loop.
+        seed: of all draws.
+        tokenizer: the target's.
+        end_tokens: ids that end a text.
     """
 
     model: nn.Module
@@ -69,11 +79,11 @@ class Subject:
 
     @property
     def num_asked(self) -> int:
-        """Tokens to ask a drafter for outside of the loop, where nothing is automatic."""
+        """Draft length outside of the loop, where nothing is automatic."""
         return 4 if isinstance(self.num_draft_tokens, str) else self.num_draft_tokens
 
     def begin(self, prompt: Sequence[int], **options: Any) -> Session:
-        """A session outside of the loop; options: further ones of the context."""
+        """A session outside of the loop. `options` go to its `DraftContext`."""
         context = DraftContext(
             sampling=self.sampling,
             noise=Noise(self.seed),
@@ -88,9 +98,13 @@ class Subject:
     def text(
         self, prompt: Sequence[int], num_tokens: int, *, room: int = 0, **options: Any
     ) -> list[Token]:
-        """So many tokens by the loop, at temperature 0 if no sampler is given.
+        """Generate `num_tokens` with the loop, greedily if `options` have no sampler.
 
-        room: tokens that may be drafted beyond them.
+        Args:
+            prompt: token ids.
+            num_tokens: length of the result.
+            room: tokens that may be drafted beyond the result.
+            **options: of `speculate`.
         """
         options |= {"rule": self.rule, "num_draft_tokens": self.num_draft_tokens, "seed": self.seed}
         options |= {"tokenizer": self.tokenizer, "max_tokens": num_tokens + room}
@@ -100,9 +114,12 @@ class Subject:
 
 @dataclass
 class Work:
-    """The time that a part may take, until `time.perf_counter` says so, and its progress.
+    """The time and the progress of a part.
 
-    say: takes the number of samples so far. ranks: the first one's clock counts on all.
+    Attributes:
+        until: end of the time, by `time.perf_counter`.
+        say: receives the number of samples so far.
+        ranks: None without ranks. Otherwise all ranks follow the clock of rank 0.
     """
 
     until: float
@@ -110,7 +127,6 @@ class Work:
     ranks: Ranks | None = None
 
     def has_time(self, seconds: float = 0.0) -> bool:
-        """True if there is so much time left."""
         has_time = time.perf_counter() + seconds < self.until
         if self.ranks is None:
             return has_time
@@ -118,7 +134,7 @@ class Work:
         return bool(self.ranks.gather([has_time])[0][0])
 
     def each(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The first of the items, and further ones while there is time."""
+        """Yield the first item, and more items while there is time."""
         for i, item in enumerate(items):
             if i > 0 and not self.has_time():
                 return
@@ -126,17 +142,19 @@ class Work:
             yield item
 
     def share(self, fraction: float, say: Callable[[int], None]) -> Work:
-        """A part of the time that is left."""
         now = time.perf_counter()
         return replace(self, until=now + fraction * (self.until - now), say=say)
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A place in a text of the target's own, and the draft that was proposed there.
+    """A place in the target's own text.
 
-    tokens: [n] before it. target_probs: [V], from a single-token pass. draft_probs: [V] of the
-    first drafted token, or None.
+    Attributes:
+        tokens: [n] before the place.
+        target_probs: [V], from a single-token pass.
+        draft: proposal of the drafter.
+        draft_probs: [V] of the first drafted token. None without a draft.
     """
 
     tokens: list[int]
@@ -146,8 +164,9 @@ class Place:
 
 
 def walk(subject: Subject, prompt: list[int], num_tokens: int) -> Iterator[Place]:
-    """Steps along a text that the target alone draws, the drafter following it."""
+    """Yield the places of a text of the target. The drafter follows the text."""
     tokens, session = list(prompt), subject.begin(prompt)
+    # The target writes the text alone, so a faulty rule cannot choose the places.
     plainly = replace(subject, drafter=None)
     for token in plainly.text(prompt, num_tokens, sampler=subject.sampling):
         draft = session.propose(1)
@@ -160,7 +179,7 @@ def walk(subject: Subject, prompt: list[int], num_tokens: int) -> Iterator[Place
 
 
 def first_probs(draft: Draft, vocab_size: int) -> Probs | None:
-    """Distribution [V] of a draft's first token, or None; DraftError for a foreign token."""
+    """Distribution [V] of a draft's first token, or None. DraftError for an invalid token."""
     if not len(draft):
         return None
     if draft.logprobs is not None:
@@ -184,63 +203,65 @@ MOST_ROWS = 1000
 
 
 class Remembered(nn.Module):  # type: ignore[misc]
-    """Stands for a model whose texts all begin with the same tokens.
+    """A model that looks its logits up, for texts that all begin with the same context.
 
-    Its cache holds the tokens fed: one that was not rolled back leads to another row, as it should.
+    Its cache holds the tokens that were fed. If a rollback is missing, another row is found, so the
+    fault still shows.
     """
 
     def __init__(self, model: nn.Module, context: list[int]) -> None:
-        """context: [n > 0] common tokens."""
         super().__init__()
         caches = make_prompt_cache(model)
         if len(context) > 1:
             begun = mx.array(context[:-1])
             list(generate_step(begun, model, max_tokens=0, prompt_cache=caches))
         inside = mx.full((vocab_size_of(model),), mx.nan)
-        # attributes of the module itself would be weights and layers to MLX
-        self._held: Any = SimpleNamespace(
+        # MLX would take attributes of the module for weights and layers.
+        self._memo: Any = SimpleNamespace(
             model=model, context=tuple(context), caches=caches, inside=inside, known={}
         )
-        for place in places_of(self):  # each row is looked up by its own path
+        for place in places_of(self):  # Rows are looked up, so wide passes are exact.
             place.exact |= {True: True, False: True}
 
     def make_cache(self) -> list[_TokenCache]:
-        """One cache, of tokens."""
         return [_TokenCache()]
 
     def __call__(self, ids: mx.array, cache: list[_TokenCache]) -> mx.array:
-        """Logits [1, S, V] after each of ids [1, S]; NaN within the common context."""
+        """Logits [1, S, V] after each of `ids` [1, S]. They are NaN inside the context."""
         rows = ids[:, None, :, None]
-        held, _ = cache[0].update_and_fetch(rows, rows)
-        fed = to_list(held[0, 0, :, 0])
+        fed_ids, _ = cache[0].update_and_fetch(rows, rows)
+        fed = to_list(fed_ids[0, 0, :, 0])
         layout = getattr(cache[0], "rows", None)
         sees = np.tri(ids.shape[1]).tolist() if layout is None else layout.sees.tolist()
+        # Columns of `sees` are the fed tokens from `start`, and a row's true columns are its path.
         start = len(fed) - len(sees[0])
         texts = [[*fed[:start], *compress(fed[start:], row)] for row in sees]
-        # the longest text first: its pass brings the rows of those before it
+        # The longest text first, because its pass also gives the rows of its beginnings.
         return mx.stack([self.after(text) for text in reversed(texts)][::-1])[None]
 
     def after(self, tokens: Sequence[int]) -> mx.array:
-        """Logits [V]; not a number for a text that ends within the common context."""
-        held, text = self._held, tuple(tokens)
-        num_common = len(held.context)
-        if len(text) < num_common and text == held.context[: len(text)]:
-            return held.inside  # type: ignore[no-any-return]
-        if text not in held.known:
-            start, caches = 0, make_prompt_cache(held.model)
-            if text[:num_common] == held.context:
-                start, caches = num_common - 1, copy.deepcopy(held.caches)
-            logits = held.model(to_ids(text[start:])[None], cache=caches)[0]
+        """Logits [V] after a text. They are NaN for a text that ends inside the context."""
+        memo, text = self._memo, tuple(tokens)
+        num_common = len(memo.context)
+        if len(text) < num_common and text == memo.context[: len(text)]:
+            return memo.inside  # type: ignore[no-any-return]
+        if text not in memo.known:
+            start, caches = 0, make_prompt_cache(memo.model)
+            if text[:num_common] == memo.context:
+                # The context was read once. A copy continues from its last token.
+                start, caches = num_common - 1, copy.deepcopy(memo.caches)
+            logits = memo.model(to_ids(text[start:])[None], cache=caches)[0]
             mx.eval(logits)
-            if len(held.known) >= MOST_ROWS:
-                held.known.clear()
+            # Rows are as wide as the vocabulary, so memory needs a limit.
+            if len(memo.known) >= MOST_ROWS:
+                memo.known.clear()
             for end, row in enumerate(logits, start + 1):
-                held.known.setdefault(text[:end], row)
-        return held.known[text]  # type: ignore[no-any-return]
+                memo.known.setdefault(text[:end], row)
+        return memo.known[text]  # type: ignore[no-any-return]
 
 
 class _TokenCache(KVCache):  # type: ignore[misc]
-    """Holds tokens in place of keys; of a tree, each row is looked up by its own path."""
+    """Tokens in place of keys. Each row of a tree is looked up by its own path."""
 
 
 STRATEGIES[_TokenCache] = TrimToPath()
@@ -248,7 +269,7 @@ VIEWS[_TokenCache] = view_class(_TokenCache)
 
 
 def with_remembered_models(part: Any, context: list[int]) -> Any:
-    """A drafter, with each model in its fields, or in those of drafters there, remembered."""
+    """A drafter whose models, and whose drafters' models, are replaced by `Remembered`."""
     if type(part) is tuple:
         return tuple(with_remembered_models(entry, context) for entry in part)
     part = as_given(part)
@@ -259,15 +280,19 @@ def with_remembered_models(part: Any, context: list[int]) -> Any:
     changed = copy.copy(part)
     for member in dataclasses.fields(part):
         value = with_remembered_models(getattr(part, member.name), context)
+        # Drafters are frozen dataclasses.
         object.__setattr__(changed, member.name, value)
     return as_drafter(changed)
 
 
 @dataclass(frozen=True, eq=False)
 class Alone(Drafter):
-    """A drafter whose sessions run the target themselves, if they read it.
+    """A drafter that runs the target itself, if its sessions read the target's states.
 
-    model: the target. see: takes each draft, and the number of tokens that was asked for.
+    Attributes:
+        drafter: the wrapped drafter.
+        model: the target.
+        see: receives each draft and its limit.
     """
 
     drafter: Drafter
@@ -275,12 +300,11 @@ class Alone(Drafter):
     see: Callable[[Draft, int], object] = field(default=lambda draft, limit: None, repr=False)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> _AloneSession:
-        """Start a generation."""
         return _AloneSession(self, prompt, context)
 
 
 class _AloneSession(Session):
-    """A session, and the target's pass over its text."""
+    """A session, and the target's passes over its text."""
 
     def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
         self._alone, self._tokens = alone, list(prompt)
@@ -305,6 +329,7 @@ class _AloneSession(Session):
 
     def _read(self) -> None:
         start = self._target.rollback.position
+        # The last token has no state yet, because the next pass reads it.
         unread = self._tokens[start:-1]
         if unread and self._feed is not None:
             self._target.feed(to_ids(unread))

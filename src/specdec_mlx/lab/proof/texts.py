@@ -19,7 +19,7 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.lab.probing import ProbeReport, near_tie, probe
-from specdec_mlx.lab.proof.law import total_variation
+from specdec_mlx.lab.proof.enumeration import total_variation
 from specdec_mlx.lab.proof.report import Finding, Status
 from specdec_mlx.lab.proof.subject import Subject, Work, first_probs
 from specdec_mlx.token_ids import to_list
@@ -44,11 +44,12 @@ STANDARD_ERRORS = 3.0
 
 
 def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Finding:
-    """The probe, which `probed` takes; past the window only if its prefill fits into the time."""
+    """Run the probe. It goes past the window only if the prefill fits into the time."""
     started = time.perf_counter()
     report = probe(model, past_window=False)
     seconds = (time.perf_counter() - started) / POSITIONS_OF_PROBE
     prefill = seconds * (report.window or 0)
+    # The prefill takes about the time of `window` single positions.
     looks_past = report.window is not None and work.has_time(prefill)
     report = probe(model) if looks_past else report
     probed.append(report)
@@ -75,7 +76,6 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Fin
 
 
 def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None) -> Finding:
-    """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
     gap = near_tie(() if probed is None else probed.differences)
     differences: list[dict[str, Any]] = []
     faults: list[dict[str, Any]] = []
@@ -88,6 +88,7 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
         pairs = zip_longest((item.token for item in got), expected)
         position = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
         if position is not None:
+            # Rounding may exchange the two greatest logits, and then both texts are right.
             is_tie = gaps[position] <= gap
             place = {"prompt": i, "token": position, "top_two_gap": gaps[position]}
             differences.append(place | {"verdict": "near tie" if is_tie else "fault"})
@@ -120,9 +121,9 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
 
 
 def _plain(subject: Subject, prompt: list[int], work: Work) -> tuple[list[int], list[float]]:
-    """By mlx-lm's own loop, up to the end of the text or of the time.
+    """Decode with mlx-lm's own loop until the text or the time ends.
 
-    The tokens, and how far apart the two greatest logits are at each.
+    Returns the tokens, and the gap between the two greatest logits at each.
     """
     tokens, gaps = list[int](), list[float]()
     with closing(generate_step(mx.array(prompt), subject.model, max_tokens=NUM_TOKENS)) as steps:
@@ -137,14 +138,13 @@ def _plain(subject: Subject, prompt: list[int], work: Work) -> tuple[list[int], 
 
 
 def check_state(subject: Subject, work: Work) -> Finding:
-    """One comparison a prompt, after rounds that kept all, some and none of their drafts.
+    """Compare a session that saw rejections with a new session on the same text.
 
-    A draft cache rolled back wrongly changes no text, only acceptance. So a session that has been
-    through rejections is compared with one that begins with the same text.
+    A draft cache that is rolled back wrongly changes only the acceptance, and no text.
     """
-    found = [_after_rejections(subject, prompt) for prompt in work.each(subject.prompts)]
-    distances = [distance for distance, _ in found if distance is not None]
-    rejected = sum(num_rejected for _, num_rejected in found)
+    results = [_after_rejections(subject, prompt) for prompt in work.each(subject.prompts)]
+    distances = [distance for distance, _ in results if distance is not None]
+    rejected = sum(num_rejected for _, num_rejected in results)
     numbers = {"comparisons": len(distances), "rejected_tokens": rejected, "distances": distances}
     if not distances or not rejected:
         verdict = "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
@@ -171,15 +171,21 @@ def check_state(subject: Subject, work: Work) -> Finding:
 
 
 def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
-    """Total variation of both sessions' next tokens (None, or 1 for one); tokens rejected."""
+    """Run rounds that accept all, some and none of their drafts.
+
+    Returns the total variation between the next tokens of this session and of a new session (None
+    if neither drafts, 1 if only one drafts), and the number of rejected tokens.
+    """
     session, length = subject.begin(prompt), subject.num_asked
     tokens, rejected = list(prompt), 0
+    # Every number of accepted tokens occurs once.
     for num_kept in reversed(range(length + 1)):
         drafted = to_list(session.propose(length).tokens)
-        kept, wrong = drafted[:num_kept], drafted[num_kept:]
-        rejected += len(wrong)
-        choices = [token for token in prompt if [token] != wrong[:1]] or prompt
-        emitted = [*kept, choices[len(tokens) % len(choices)]]
+        accepted, dropped = drafted[:num_kept], drafted[num_kept:]
+        rejected += len(dropped)
+        # The token after the rejection has to differ from the rejected token.
+        choices = [token for token in prompt if [token] != dropped[:1]] or prompt
+        emitted = [*accepted, choices[len(tokens) % len(choices)]]
         session.observe(emitted)
         tokens += emitted
     sessions = session, subject.begin(tokens)
@@ -190,7 +196,7 @@ def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None
 
 
 def depends_on_text_alone(drafter: Any) -> bool:
-    """True if all parts are known to draft the same after the same text: look-ups, and models."""
+    """True if all parts are look-ups or models, which draft the same after the same text."""
     parts = [part for part in all_drafters(drafter) if not part.drafters]
     return all(
         isinstance(part, PromptLookupDrafter | NGramDrafter) or len(part.models()) > 0
@@ -199,9 +205,9 @@ def depends_on_text_alone(drafter: Any) -> bool:
 
 
 def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Finding:
-    """Greedy texts with the head as it was read, and read otherwise.
+    """Compare the acceptance of a head with other readings of its files.
 
-    The text is the target's own in any case, so the part passes; the verdict says what does better.
+    The text is the target's in any case, so the part passes. The verdict names a better reading.
     """
     variations = list(drafter.head.variations())
     readings = [
@@ -231,6 +237,7 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Find
     if not drafted[0]:
         verdict = "Nothing was drafted. Give other prompts (--prompts)."
         return Finding("not run", verdict, numbers)
+    # Two-proportion test: the variance is r (1 - r) (1/n + 1/m) with the pooled share r.
     pooled = (accepted + accepted[0]) / (drafted + drafted[0])
     spread = pooled * (1 - pooled) * (1 / np.maximum(drafted, 1) + 1 / drafted[0])
     gains = shares - share

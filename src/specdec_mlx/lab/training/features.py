@@ -23,42 +23,38 @@ from specdec_mlx.models.anatomy import StateReader
 def save_arrays(
     path: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write arrays by name as safetensors."""
     with replacing(path) as partial:
         mx.save_safetensors(str(partial), dict(arrays), metadata or {})
 
 
 def save_json(path: Path, value: Any) -> None:
-    """Write a value as JSON."""
     with replacing(path) as partial:
         partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def load_json(path: Path) -> Any:
-    """Read a file of JSON."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 class Clock:
-    """Seconds of a training over all its runs, kept in a file."""
+    """Seconds that a training took in all its runs, saved in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._began = time.monotonic() - (load_json(path) if path.exists() else 0)
 
     def seconds(self) -> float:
-        """So far."""
         return time.monotonic() - self._began
 
     def keep(self) -> None:
-        """Write them."""
         save_json(self.path, self.seconds())
 
 
 def begin_or_resume(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a new training; raise TrainingError if an old one has others."""
+    """Save the settings of a new training. TrainingError if a saved training has other settings."""
     if not path.exists():
         save_json(path, settings)
+    # JSON turns tuples into lists, so the new settings make the same round trip.
     before, now = load_json(path), json.loads(json.dumps(settings))
     differ = [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
     if differ:
@@ -71,9 +67,13 @@ def begin_or_resume(path: Path, settings: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows of text, and what the target showed of them, float32; all begin with [batch, window].
+    """Windows of text, and the target's float32 states. All arrays are [batch, window, ...].
 
-    answered: True for tokens that are learnt. best: likeliest next token.
+    Attributes:
+        tokens: token ids.
+        features: the target's states.
+        answered: True for tokens that are learnt.
+        best: the target's likeliest next token.
     """
 
     tokens: mx.array
@@ -83,7 +83,8 @@ class Batch:
 
     @property
     def counted(self) -> np.ndarray:
-        """[batch, window] True where the next token is learnt."""
+        """True where the next token is learnt, [batch, window]."""
+        # Position i predicts token i + 1, so the last position predicts nothing.
         counted: np.ndarray = np.pad(self.answered[:, 1:], [(0, 0), (0, 1)])
         return counted
 
@@ -91,7 +92,7 @@ class Batch:
 class FeatureStore:
     """The target's features of windows [n, window, 2], up to the last learnt token, in files.
 
-    Each window is read when it is first asked for; raises UnreadableError then.
+    The target reads each window at its first use. Raises UnreadableError then.
     """
 
     def __init__(
@@ -101,15 +102,14 @@ class FeatureStore:
         self.folder = folder
         self.windows = windows[..., 0]
         self.answered = windows[..., 1] > 0
+        # Index of the last learnt token, plus 1. Later tokens are padding.
         self.lengths = windows.shape[1] - np.argmax(self.answered[:, ::-1], axis=1)
         self.layers = tuple(wanted.layers)
 
     def __len__(self) -> int:
-        """Number of windows."""
         return len(self.windows)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Some of the windows, padded to the longest of them."""
         rows = [self._rows(i) for i in indices]
         length = int(self.lengths[list(indices)].max())
         tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))
@@ -126,19 +126,19 @@ class FeatureStore:
 
 
 def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Batch:
-    """Windows [batch, window] that no file holds, all of which is learnt."""
+    """Windows [batch, window] without a file, in which all tokens are learnt."""
     rows = [read(target, layers, window) for window in np.array(tokens)]
     return _batch(tokens, np.ones(tokens.shape, bool), rows)
 
 
 def read(target: nn.Module, layers: Sequence[int], window: np.ndarray) -> dict[str, mx.array]:
-    """Features by name of a pass over one window [window]; raises UnreadableError."""
-    taps = StateReader(target, Features(tuple(layers), head_input=True))
+    """Features of one window [window], by name. Raises UnreadableError."""
+    reader = StateReader(target, Features(tuple(layers), head_input=True))
     tokens = mx.array(window)[None]
-    logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
-    shown: Any = taps.features
-    rows = {"head_input": shown.head_input, "best": mx.argmax(logits, axis=-1).astype(mx.int32)}
-    rows |= {f"layer-{layer}": states for layer, states in shown.layers.items()}
+    logits = reader.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
+    captured: Any = reader.features
+    rows = {"head_input": captured.head_input, "best": mx.argmax(logits, axis=-1).astype(mx.int32)}
+    rows |= {f"layer-{layer}": states for layer, states in captured.layers.items()}
     mx.eval(rows)
     return rows
 
@@ -156,7 +156,7 @@ def _batch(tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.a
 
 
 def _packed(x: mx.array) -> mx.array:
-    """16 bits a number: float16 where it can hold them all, or else bfloat16."""
+    """16 bits for each number: float16 if all numbers fit, and bfloat16 otherwise."""
     if x.dtype in (mx.int32, mx.bfloat16):
         return x
     fits = float(mx.abs(x).max()) <= np.finfo(np.float16).max

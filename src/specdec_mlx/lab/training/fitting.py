@@ -32,15 +32,15 @@ Divergence = Callable[[mx.array, mx.array], mx.array]
 
 
 def forward_kl(target_logprobs: Logprobs, draft_logprobs: Logprobs) -> Float[mx.array, "*n"]:
-    """KL(p || q), in nats: q has to cover all that p does. Teaches fast, and is the default."""
+    """KL(p || q) in nats, which makes q cover all of p. It teaches fast, and is the default."""
     probs = mx.exp(target_logprobs)
-    # finite gradients too
+    # 0 log 0 = 0, so that the loss and its gradients stay finite
     logs = mx.where(probs > 0, target_logprobs - draft_logprobs, 0)
     return mx.sum(probs * logs, axis=-1)
 
 
 def total_variation(target_logprobs: Logprobs, draft_logprobs: Logprobs) -> Float[mx.array, "*n"]:
-    """Half of sum(|p - q|): the chance of a rejection (Leviathan et al. 2023, corollary 3.6)."""
+    """Half of sum(|p - q|), the rejection probability (Leviathan et al. 2023, corollary 3.6)."""
     difference = mx.exp(target_logprobs) - mx.exp(draft_logprobs)
     return 0.5 * mx.sum(mx.abs(difference), axis=-1)
 
@@ -57,13 +57,14 @@ def loss_and_gradients(
 ) -> tuple[Any, Any]:
     """Mean divergence of the first `most` draft positions, weighted by DECAY, and its gradients.
 
-    Logits take most of the memory, so they are made a few rows at a time: first the gradients of
-    the states, from which those of the layers below then follow at once.
+    Logits take most of the memory, so they are made a few rows at a time. This gives the gradients
+    of the states first, and then the gradients of the layers below in a single step.
     """
-    module, own = trainee.module, trainee.module.trainable_parameters()
-    head = {name: own[name] for name in trainee.head_names if name in own}
+    module, parameters = trainee.module, trainee.module.trainable_parameters()
+    head = {name: parameters[name] for name in trainee.head_names if name in parameters}
     states, inside = drafted(trainee, batch, most)
     decay = DECAY ** np.arange(len(inside))
+    # Each position is a mean over its places, and the weights of all positions add up to 1.
     shares = inside.T / np.maximum(1, inside.sum(axis=1)) * decay / decay.sum()
     weights = mx.array(shares.T, mx.float32)
     assert batch.features.head_input is not None
@@ -71,9 +72,10 @@ def loss_and_gradients(
     total, of_head, slopes = mx.array(0.0), tree_map(mx.zeros_like, head), []
     mx.eval(states, read)
 
-    def loss_of(given: Any, target: mx.array, weights: mx.array) -> mx.array:
-        module.update(given["head"])
-        logits = trainee.logits(given["states"]).astype(mx.float32)
+    def loss_of(inputs: Any, target: mx.array, weights: mx.array) -> mx.array:
+        module.update(inputs["head"])
+        logits = trainee.logits(inputs["states"]).astype(mx.float32)
+        # Files may pad the vocabulary of one side.
         size = min(logits.shape[-1], target.shape[-1])
         q = nn.log_softmax(logits[..., :size])
         p = mx.broadcast_to(nn.log_softmax(target[:, :size]), q.shape)
@@ -83,13 +85,14 @@ def loss_and_gradients(
     for start in range(0, len(read), num_rows):
         part = slice(start, start + num_rows)
         target = trainee.target_logits(read[part]).astype(mx.float32)
-        given = {"states": states[:, part], "head": head}
-        value, slope = mx.value_and_grad(loss_of)(given, target, weights[:, part])
+        inputs = {"states": states[:, part], "head": head}
+        value, slope = mx.value_and_grad(loss_of)(inputs, target, weights[:, part])
         total, of_head = total + value, tree_map(mx.add, of_head, slope["head"])
         slopes.append(slope["states"])
         mx.eval(total, of_head, slopes)
     module.update(head)
 
+    # The chain rule: the gradient of <slopes, states> is the gradient of the loss below them.
     def rest() -> mx.array:
         return mx.sum(mx.concatenate(slopes, axis=1) * drafted(trainee, batch, most)[0])
 
@@ -102,11 +105,12 @@ def loss_and_gradients(
 def drafted(trainee: Trainee, batch: Batch, most: int | None) -> tuple[mx.array, np.ndarray]:
     """States [k, n, D] of the first `most` draft positions at the n counted places.
 
-    Also which of them exist, bool [k, n].
+    The second result is a bool array [k, n] that says which of them exist.
     """
     row, place = batch.counted.nonzero()
     states, inside = [], []
     for x, first in islice(trainee.predictions(batch), most):
+        # Places before the first prediction are masked by `inside`.
         index = np.clip(place - first, 0, x.shape[1] - 1)
         states.append(x[mx.array(row), mx.array(index)])
         inside.append(index == place - first)
@@ -124,7 +128,16 @@ MEASUREMENTS = 8  # on held-out text, in a training
 
 @dataclass(frozen=True)
 class Updates:
-    """How a drafter is trained: updates or minutes, windows of an update, peak rate."""
+    """Schedule of a training.
+
+    Attributes:
+        steps: updates, if `minutes` is None.
+        batch: windows of an update.
+        learning_rate: its peak.
+        loss: a key of LOSSES.
+        seed: of the order of the windows.
+        minutes: duration, in place of `steps`.
+    """
 
     steps: int = 4000
     batch: int = 2
@@ -136,7 +149,14 @@ class Updates:
 
 @dataclass
 class Progress:
-    """Updates done, tokens learnt in them, seconds before them, and measurements."""
+    """State of a training.
+
+    Attributes:
+        step: updates so far.
+        tokens: tokens learnt so far.
+        began: seconds of the training before its first update.
+        curve: measurements on held-out text.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -152,13 +172,16 @@ def fit(
     work: Path,
     clock: Clock,
 ) -> tuple[list[dict[str, Any]], Acceptance, Acceptance]:
-    """Train in place, from the last checkpoint in `work` on; the curve, and acceptances."""
+    """Train in place, from the last checkpoint in `work`.
+
+    Returns the curve, the acceptance on held-out text, and the acceptance on trained text.
+    """
     optimizer = optim.AdamW(0.0, betas=[0.9, 0.95], weight_decay=0.01)
     optimizer.init(trainee.module.trainable_parameters())
     progress = resume(work / CHECKPOINT, trainee.module, optimizer)
     progress.began = progress.began or clock.seconds()
     total = schedule.steps
-    if schedule.minutes is not None:  # a second takes the place of an update
+    if schedule.minutes is not None:  # The schedule counts seconds in place of updates.
         total = max(1, int(60 * schedule.minutes - progress.began))
     every = max(1, total // MEASUREMENTS)
     rate, compare = rates(schedule.learning_rate, total), LOSSES[schedule.loss]
@@ -166,13 +189,14 @@ def fit(
     def so_far() -> int:
         return progress.step if schedule.minutes is None else int(clock.seconds() - progress.began)
 
-    done, kept, acceptance, losses = so_far(), clock.seconds(), None, list[float]()
+    done, saved_at, acceptance, losses = so_far(), clock.seconds(), None, list[float]()
     options: Any = {"desc": "training", "unit": "", "mininterval": 1, "miniters": 0}
     with progress_bar(total=total, initial=done, **options) as bar:
         while done < total:
             indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
             batch = trained.batch(indices)
             optimizer.learning_rate = rate(mx.array(done))
+            # Later steps read states of the first step, so it is trained first.
             most = 1 if trainee.is_recursive and done < ONE_STEP * total else None
             losses.append(update(trainee, optimizer, batch, compare, most))
             progress.step += 1
@@ -180,6 +204,7 @@ def fit(
             before, done = done, so_far()
             bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens=progress.tokens, refresh=False)
             bar.update(min(done, total) - bar.n)
+            # Several updates may pass at once when the schedule counts seconds.
             if done // every > before // every or done >= total:
                 acceptance = measure(trainee, held_out, len(held_out))
                 loss, losses = float(np.mean(losses)), []
@@ -189,14 +214,14 @@ def fit(
                     f"{progress.step} updates, {progress.tokens} tokens"
                     f": loss {loss:.3f}, held-out text: {acceptance}"
                 )
-            if clock.seconds() - kept > SECONDS:
+            if clock.seconds() - saved_at > SECONDS:
                 keep(work / CHECKPOINT, trainee.module, optimizer, progress)
                 clock.keep()
-                kept = clock.seconds()
+                saved_at = clock.seconds()
     acceptance = acceptance or measure(trainee, held_out, len(held_out))
     same = measure(trainee, trained, len(held_out))
     tqdm.write(f"On text that it is trained on: {same}.")
-    if same.kept > MUCH * acceptance.kept:
+    if same.accepted_share > MUCH * acceptance.accepted_share:
         tqdm.write("It overfits: more texts would help, and more updates would not.")
     return progress.curve, acceptance, same
 
@@ -204,7 +229,7 @@ def fit(
 def update(
     trainee: Trainee, optimizer: Any, batch: Batch, compare: Divergence, most: int | None = None
 ) -> float:
-    """Change the weights once; the loss, or NaN where gradients are not finite and change none."""
+    """Update the weights once. Returns the loss, or NaN if the gradients are not finite."""
     value, gradients = loss_and_gradients(trainee, batch, compare, most)
     gradients, norm = optim.clip_grad_norm(gradients, 1.0)
     if not math.isfinite(norm.item()):
@@ -215,7 +240,10 @@ def update(
 
 
 def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Updates) -> Updates:
-    """The schedule, its updates lowered to the memory if it is for a time; else TrainingError."""
+    """Check that an update fits into memory.
+
+    A schedule with a duration gets smaller updates if needed. Otherwise raises TrainingError.
+    """
     first, further = memory_of_updates(trainee, trained, LOSSES[schedule.loss])
     there = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = first + (schedule.batch - 1) * further
@@ -231,21 +259,21 @@ def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Updates) ->
 def memory_of_updates(
     trainee: Trainee, trained: FeatureStore, compare: Divergence
 ) -> tuple[int, int]:
-    """Bytes in use for an update of the longest window, and for each further one, as measured."""
+    """Measured bytes for an update of the longest window, and for each additional window."""
     longest = np.argsort(-trained.lengths, kind="stable").tolist()
     peaks = []
+    # The difference of two peaks is the cost of another window.
     for num in (1, 2):
         batch = trained.batch((longest * 2)[:num])
         mx.reset_peak_memory()
         mx.eval(loss_and_gradients(trainee, batch, compare))
         peaks.append(mx.get_peak_memory())
     weights = sum(x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters()))
-    # AdamW notes as much as two of each
+    # AdamW keeps two moments for each weight.
     return peaks[0] + 2 * weights, peaks[1] - peaks[0]
 
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:
-    """Windows of an update: every window once before any comes again."""
     return [
         int(np.random.default_rng([seed, turn]).permutation(count)[i])
         for turn, i in (divmod(step * batch + k, count) for k in range(batch))
@@ -253,7 +281,7 @@ def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:
 
 
 def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
-    """Learning rate by update: linearly up to `peak`, down to 0 along a cosine."""
+    """Learning rate of each update: a linear rise to `peak`, then a cosine down to 0."""
     rise = max(1, math.ceil(WARM_UP * steps))
     up = optim.linear_schedule(peak / rise, peak + peak / rise, rise)
     down = optim.cosine_decay(peak, max(1, steps - rise))
@@ -262,13 +290,11 @@ def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
 
 
 def keep(path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: Progress) -> None:
-    """Write what a training needs to go on."""
     parts: Any = {"weights": module.trainable_parameters(), "state": optimizer.state}
     save_arrays(path, dict(tree_flatten(parts)), {"progress": json.dumps(vars(progress))})
 
 
 def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> Progress:
-    """Go on from where `keep` left off; from the beginning if there is nothing."""
     if not path.exists():
         return Progress()
     loaded: Any = mx.load(str(path), return_metadata=True)
@@ -282,37 +308,38 @@ def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> Progres
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Share of the drafts whose token at each position, and all before it, was kept.
+    """Share of drafts whose tokens were accepted up to each position.
 
-    Drafts follow each other along the learnt part of a text, against the target's likeliest tokens.
+    Drafts follow each other along the learnt part of a text, and are compared with the target's
+    likeliest tokens.
+
+    Attributes:
+        greedy: share by position.
+        num_drafts: drafts that were measured.
     """
 
     greedy: tuple[float, ...]
     num_drafts: int
 
     @property
-    def kept(self) -> float:
-        """Share of the drafted tokens."""
+    def accepted_share(self) -> float:
         return sum(self.greedy) / len(self.greedy)
 
     def __str__(self) -> str:
-        """Share kept, also by position, and tokens a pass."""
-        kept = f"{self.kept:.3f} of the drafted tokens kept"
+        text = f"{self.accepted_share:.3f} of the drafted tokens kept"
         by_position = " ".join(f"{x:.3f}" for x in self.greedy)
-        return f"{kept} ({by_position}), {1 + sum(self.greedy):.2f} a pass"
+        return f"{text} ({by_position}), {1 + sum(self.greedy):.2f} a pass"
 
 
 def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
-    """Acceptance on the first windows of a store."""
     runs: list[int] = []
     for i in progress_bar(range(min(most, len(store))), "measuring", leave=False, mininterval=1):
         runs += kept_of_drafts(trainee, store.batch([i]))
-    kept = [sum(run > i for run in runs) / max(1, len(runs)) for i in range(trainee.num_steps)]
-    return Acceptance(tuple(kept), len(runs))
+    shares = [sum(run > i for run in runs) / max(1, len(runs)) for i in range(trainee.num_steps)]
+    return Acceptance(tuple(shares), len(runs))
 
 
 def kept_of_drafts(trainee: Trainee, batch: Batch) -> list[int]:
-    """Tokens kept of each draft along the learnt part of a single window."""
     answered, counted, best = batch.answered[0], batch.counted[0], batch.best[0]
     is_right = np.zeros((trainee.num_steps, len(best)), bool)
     num_rows = trainee.rows_at_once
@@ -322,6 +349,7 @@ def kept_of_drafts(trainee: Trainee, batch: Batch) -> list[int]:
         if trainee.vocabulary is not None:
             tokens = np.array(trainee.vocabulary.ids)[tokens]
         places = slice(first, first + len(tokens))
+        # A prediction beyond the window has no target.
         is_right[step, places] = tokens[: len(best) - first] == best[places]
     if trainee.reads_text:
         is_right[:] = is_right[0]
@@ -332,5 +360,6 @@ def kept_of_drafts(trainee: Trainee, batch: Batch) -> list[int]:
             while run < len(is_right) and counted[place + run] and is_right[run, place + run]:
                 run += 1
             runs.append(run)
+        # A round emits the accepted tokens and one token of the target.
         place += run + 1
     return runs

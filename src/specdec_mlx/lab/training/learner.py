@@ -1,4 +1,4 @@
-"""What `--online` makes of a draft model or a trained head: a drafter that learns on."""
+"""The drafter that learns with `--online`: a trained head or a draft model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec_mlx.lab.training.online import learning_on, stored_plan
 
 
 class Learner:
-    """What learns on with `--online`, a trained head or a draft model, for a target at a time."""
+    """The trained head or draft model that learns with `--online`, for one target at a time."""
 
     def __init__(self, model: DraftModel) -> None:
         self.folder = str(model.name)
@@ -25,11 +25,15 @@ class Learner:
         atexit.register(self.save)
 
     def drafter(self, target: Any, spec: str) -> Any:
-        """The drafter of a spec for a target; raises as `learning_on`, ValueError for options."""
+        """The drafter of a spec for a target.
+
+        Raises ValueError for options, and the errors of `learning_on`.
+        """
         if name_in(spec) != MODEL_DRAFTER:
             return registry.make_drafter(spec, draft_model=self.drafter(target, MODEL_DRAFTER))
         if spec != MODEL_DRAFTER and is_head(self.folder):
             raise ValueError(f"Drafter {spec!r}: with --online a trained head takes no options.")
+        # Another target means other states to learn from, so learning begins anew.
         if self._latest is None or self._latest.trainer.target is not target:
             self.save()
             self._latest = learning_on(self.folder, target)
@@ -41,21 +45,21 @@ class Learner:
         return latest.drafting_as(chosen)
 
     def save(self) -> None:
-        """Write what was learned, if anything was."""
+        """Save the weights if they have changed."""
         if self._latest is not None:
             self._latest.save()
 
     @staticmethod
     def check(model: DraftModel) -> None:
-        """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
-        wrong = ""
+        """Raise ValueError if `--online` cannot be used with these flags. Loads no model."""
+        fault = ""
         if model.name is None:
-            wrong = "expected --draft-model, a head or a draft model that `specdec-mlx train` made."
+            fault = "expected --draft-model, a head or a draft model that `specdec-mlx train` made."
         elif model.flags:
             others = ", ".join(model.flags)
-            wrong = f"{others} drafts with another model than the one that learns. Leave one out."
+            fault = f"{others} drafts with another model than the one that learns. Leave one out."
         elif mx.distributed.init().size() > 1:
-            wrong = "a target that is spread over ranks cannot be learnt from. Use one machine."
-        if wrong:
-            raise ValueError(f"argument --online: {wrong}")
+            fault = "a target that is spread over ranks cannot be learnt from. Use one machine."
+        if fault:
+            raise ValueError(f"argument --online: {fault}")
         stored_plan(Path(str(model.name)).expanduser())

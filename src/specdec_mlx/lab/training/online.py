@@ -43,7 +43,14 @@ LEARNING_KINDS = ("mtp", "eagle3", "medusa", "draft")  # of `specdec-mlx train`
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of learning: updates after a generation, tokens and number of windows."""
+    """Limits of online learning.
+
+    Attributes:
+        updates: updates after each generation.
+        window: tokens of a window.
+        windows: number of recent windows to learn from.
+        learning_rate: of all updates.
+    """
 
     updates: int = 4
     window: int = 256
@@ -52,9 +59,11 @@ class Bounds:
 
 
 class OnlineTrainer:
-    """Improves a drafter's weights in place, from the last texts of its target.
+    """Improves a drafter's weights in place, from recent texts of its target.
 
-    under_way: sessions that have not ended, during which the weights stay, as cached keys need.
+    Attributes:
+        under_way: sessions that have not ended. The weights stay the same until all have ended,
+            because cached keys depend on them.
     """
 
     def __init__(self, trainee: Trainee, target: nn.Module, bounds: Bounds = Bounds()) -> None:
@@ -71,22 +80,24 @@ class OnlineTrainer:
         self._rng = np.random.default_rng(0)
 
     def add(self, tokens: Sequence[int], num_prompt: int = 0) -> None:
-        """Remember a text [n] as the last windows, with half a window of its prompt."""
+        """Remember a text [n], with at most half a window of its prompt."""
         size = self.bounds.window
+        # The answer is learnt. Half a window of the prompt gives it a context.
         begin = max(0, num_prompt - size // 2, len(tokens) - size * self.bounds.windows)
-        kept = np.array(tokens[begin:], np.int32)
-        starts = range(0, len(kept) - SHORTEST + 1, size)
-        windows = [kept[start : start + size] for start in starts]
+        recent = np.array(tokens[begin:], np.int32)
+        starts = range(0, len(recent) - SHORTEST + 1, size)
+        windows = [recent[start : start + size] for start in starts]
         self.windows += windows
         self.has_new_text |= bool(windows)
 
     def learn(self) -> float | None:
-        """Make the updates of one generation; the mean loss, None without a text."""
+        """Make the updates after a generation. Returns the mean loss, or None without a text."""
         self.has_new_text, losses = False, []
         for _ in range(self.bounds.updates if self.windows else 0):
             window = self.windows[int(self._rng.integers(len(self.windows)))]
             batch = live_batch(self.target, self.trainee.features.layers, mx.array(window)[None])
             losses.append(update(self.trainee, self._optimizer, batch, forward_kl))
+        # An update with infinite gradients was dropped.
         losses = [loss for loss in losses if not math.isnan(loss)]
         self.num_updates += len(losses)
         return float(np.mean(losses)) if losses else None
@@ -94,7 +105,14 @@ class OnlineTrainer:
 
 @dataclass(eq=False)
 class OnlineDrafter(Drafter):
-    """A drafter that learns from each text when it has ended; `folder` has its weights."""
+    """A drafter that learns from each text when the text has ended.
+
+    Attributes:
+        drafter: the drafter with the weights in use.
+        trainer: improves the weights.
+        folder: where the weights are saved.
+        dtype: of the saved weights, a key of TYPES.
+    """
 
     drafter: ModelDrafter | HeadDrafter
     trainer: OnlineTrainer
@@ -103,53 +121,49 @@ class OnlineDrafter(Drafter):
 
     @property
     def features(self) -> Features | None:
-        """Features that the drafter reads."""
         return self.drafter.features
 
     @property
     def key(self) -> str:
-        """The drafter's key, with its folder in place of its weights, which change."""
+        """The drafter's key with the folder in place of the weights, which change."""
+        # The weights change, so the folder identifies the drafter.
         content = fingerprint(self.drafter.model)
         return f"Online({self.drafter.key.replace(content, str(self.folder.resolve()))})"
 
     @property
     def model(self) -> Any:
-        """The weights that draft."""
         return self.drafter.model
 
     def models(self) -> Sequence[nn.Module]:
-        """The model or head that drafts."""
         return [self.model]
 
     def check(self, context: DraftContext) -> None:
-        """Raise HeadError or TokenizerMismatchError for another target."""
         self.drafter.check(context)
 
     def describe(self) -> str:
-        """A line about it."""
         return f"{self.drafter.describe() or f'{self.folder}: draft model'}; learns on"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        """Start a generation."""
         session: Any = self.drafter.begin(prompt, replace(context, on_close=self._take))
         self.trainer.under_way.add(session.source)
         return session
 
     def _take(self, source: DraftSource, tokens: Sequence[int]) -> None:
-        """Take the text of a source that ends, and learn if no other is under way."""
         trainer = self.trainer
         trainer.under_way.discard(source)
         trainer.add(tokens, source.num_prompt)
+        # Cached keys of an open session were made with the old weights.
         if trainer.has_new_text and not trainer.under_way:
             self.learn()
 
     def learn(self) -> None:
-        """Make the updates of one generation, and draft with the result.
+        """Make the updates after a generation, and draft with the result.
 
-        A draft model learns by a float32 copy, in which small updates are not lost.
+        A draft model learns in a float32 copy, where small updates are not lost.
         """
         with self.trainer.lock:
             self.trainer.learn()
+        # A draft model learns in a float32 copy, and drafts in its own dtype.
         learner = self.trainer.trainee.module
         if learner is not self.model:
             both = self.model.parameters(), learner.parameters()
@@ -157,22 +171,29 @@ class OnlineDrafter(Drafter):
             mx.eval(self.model.parameters())
 
     def drafting_as(self, drafter: ModelDrafter) -> OnlineDrafter:
-        """Use other options, those of a drafter of `model`, with the same weights and learning."""
+        """This drafter with the options of another, and with the same weights and learning."""
         return replace(self, drafter=replace(drafter, tokenizers="same"))
 
     def save(self) -> None:
-        """Write the weights to their folder, if anything was learnt; the file is always whole."""
+        """Save the weights if they have changed. The file is complete at any time."""
         with self.trainer.lock:
             if self.trainer.num_updates:
                 self.trainer.trainee.save_weights(self.folder, self.dtype)
 
 
 def learning_on(folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()) -> OnlineDrafter:
-    """A drafter of a folder that `train` made for this target, which learns on while it is used.
+    """A drafter from a folder of `train`, which learns while it is used.
 
-    Raises TrainingError for what `train` did not make, or what cannot learn, ModelFolderError for a
-    training that has not come to its end, HeadError for a head of another target, UnreadableError
-    for a target that does not show what it would learn from.
+    Args:
+        folder: result of `train` for this target.
+        target: the target.
+        bounds: limits of learning.
+
+    Raises:
+        TrainingError: `train` did not make the folder, or this kind cannot learn online.
+        ModelFolderError: the training has not ended.
+        HeadError: the head belongs to another target.
+        UnreadableError: the target does not show the states that the head learns from.
     """
     folder = Path(folder).expanduser()
     stored = stored_plan(folder)
@@ -192,7 +213,7 @@ def learning_on(folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()
 
 
 def stored_plan(folder: Path) -> dict[str, Any]:
-    """Settings of the training of a folder that can learn on; else raises TrainingError."""
+    """Settings of the training that made a folder. TrainingError if it cannot learn online."""
     config, plan, name = folder / "config.json", folder / PLAN, str(folder)
     if not folder.is_dir() or Path(HF_HUB_CACHE).resolve() in folder.resolve().parents:
         fault = "is no folder of yours to save it in, and the Hub's cache is left as it is"

@@ -27,9 +27,15 @@ ANSWERING = 0.4  # part of a given time in which the target begins new answers
 
 @dataclass(frozen=True)
 class Data:
-    """Files to learn from: `texts`, or `prompts` that the target answers at each of `temps`.
+    """Files to learn from.
 
-    held_out: others of the kind to measure on; by default a part is held out. window: tokens.
+    Attributes:
+        texts: files with text to learn.
+        prompts: files with prompts that the target answers.
+        held_out: files to measure on. By default a part of the others is held out.
+        window: tokens of a window.
+        temps: temperatures of the answers.
+        seed: of answers, and of the held-out part.
     """
 
     texts: tuple[str, ...] = ()
@@ -44,8 +50,15 @@ class Data:
 class Plan:
     """Settings of a training.
 
-    model: name or folder of the target. kind: a key of KINDS. num_steps: tokens of a recursive
-    head's drafts. init: draft model or folder of such a head to begin with. dtype: in the file.
+    Attributes:
+        model: name or folder of the target.
+        kind: a key of KINDS.
+        data: files to learn from.
+        size: of a new module.
+        schedule: number and size of updates.
+        num_steps: draft length of a recursive head.
+        init: draft model, or folder of a recursive head, to begin with.
+        dtype: of the saved weights.
     """
 
     model: str
@@ -67,14 +80,24 @@ def train(
     work: Path | None = None,
     keep_work: bool = False,
 ) -> Acceptance:
-    """Train a drafter and write its folder; goes on where it was interrupted.
+    """Train a drafter and save its folder. An interrupted training continues.
 
-    target, tokenizer: as mlx-lm loads them. out: folder for the result, with the curve and the
-    acceptance in `training.json`. work: folder for tokens and features, `out`/work if None, which
-    trainings on the same data may share; keep_work: leave it there. Returns the acceptance on
-    held-out text, of a training that has ended the stored one. Raises TrainingError if the texts
-    cannot be used, an update does not fit into memory, or `out` was begun with other settings, and
-    UnreadableError if the target does not show what such a head reads.
+    Args:
+        plan: the settings.
+        target: as mlx-lm loads it.
+        tokenizer: the target's.
+        out: folder for the result, with the curve and the acceptance in `training.json`.
+        work: folder for tokens and features, which trainings on the same data may share. None for
+            `out`/work.
+        keep_work: do not delete `work` at the end.
+
+    Returns:
+        The acceptance on held-out text. For a training that has ended, the stored acceptance.
+
+    Raises:
+        TrainingError: the texts cannot be used, an update does not fit into memory, or `out` was
+            begun with other settings.
+        UnreadableError: the target does not show the states that this kind of head reads.
     """
     work = out / "work" if work is None else work
     features.begin_or_resume(out / PLAN, asdict(plan))
@@ -84,12 +107,13 @@ def train(
     clock = features.Clock(out / "seconds.json")
     path = work / "tokens.safetensors"
     if not path.exists():
-        of_prompts, asked = plan.data.prompts, (plan, target, tokenizer, work, clock)
-        rows = _of_prompts(*asked) if of_prompts else _of_texts(plan.data, tokenizer)
-        named = zip(("trained", "held_out"), map(mx.array, rows), strict=True)
-        features.save_arrays(path, dict(named))
+        of_prompts, inputs = plan.data.prompts, (plan, target, tokenizer, work, clock)
+        rows = _of_prompts(*inputs) if of_prompts else _of_texts(plan.data, tokenizer)
+        arrays = zip(("trained", "held_out"), map(mx.array, rows), strict=True)
+        features.save_arrays(path, dict(arrays))
     stored: Any = mx.load(str(path))
     trained, held_out = np.array(stored["trained"]), np.array(stored["held_out"])
+    # A training that stopped before its first checkpoint begins with the same weights.
     mx.random.seed(plan.schedule.seed)
     tokens = trained[..., 0][trained[..., 1] > 0]
     recipe = Recipe(target, plan.size, plan.num_steps, tokens, tokenizer, plan.init)
@@ -115,7 +139,7 @@ def train(
 
 
 def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Windows of the texts; those held out are measured in their second half."""
+    """Windows to train on and to hold out. Held-out windows are measured in their second half."""
     half = data.window // 2
     trained = texts.windows_of(data.texts, tokenizer, data.window, data.window)
     held_out = texts.windows_of(data.held_out, tokenizer, data.window, half)
@@ -126,6 +150,7 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
             f"The texts are too short for a window of {data.window} tokens to train on and one "
             "that is held out. Give more text, or smaller windows."
         )
+    # Held-out windows may overlap by half. Only the half with a context is measured.
     held_out[:, :half, 1] = 0
     return trained, held_out
 
@@ -133,7 +158,7 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
 def _of_prompts(
     plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: features.Clock
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The target's answers; those that are held out come first, and are greedy."""
+    """Windows of the target's answers. Held-out prompts are answered first, and greedily."""
     data, minutes = plan.data, plan.schedule.minutes
     held_out, prompts = (texts.read_prompts(x, tokenizer) for x in (data.held_out, data.prompts))
     if not held_out:
@@ -146,14 +171,15 @@ def _of_prompts(
         clock.keep()
         return minutes is not None and clock.seconds() > ANSWERING * 60 * minutes
 
+    # If the time ends early, there is at least something to measure on.
     turns = [(0, i, 0.0) for i in short if i < first]
     for number, temp in enumerate(data.temps):
         turns += [(number, i, temp) for i in short if i >= first]
     mx.random.seed(data.seed)
     path = work / "answers.jsonl"
-    found = texts.answers(target, tokenizer, prompts, data.window, turns, path, is_time)
+    answers = texts.answers(target, tokenizer, prompts, data.window, turns, path, is_time)
     rows: tuple[list[np.ndarray], list[np.ndarray]] = [], []
-    for (_, i, _), answer in found.items():
+    for (_, i, _), answer in answers.items():
         document = texts.learnt(prompts[i] + answer, len(prompts[i]))
         rows[i < first].append(texts.padded(document, data.window))
     if not all(rows):
@@ -166,7 +192,10 @@ def _of_prompts(
 
 
 def begun_with(folder: str, kind: str, recipe: Recipe) -> Trainee:
-    """A head that begins as another; TrainingError for another kind, size or target."""
+    """A trainee with the weights of a trained head.
+
+    Raises TrainingError for another kind, size or target.
+    """
     loaded: Any = load_head(folder, recipe.target)
     before = getattr(loaded, "head", None) or getattr(loaded, "exit", None) or nn.Module()
     vocabulary = getattr(before, "vocabulary", None)

@@ -31,10 +31,11 @@ Document = list[tuple[int, int]]  # each token, and 1 if it is learnt
 
 
 def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
-    """The tokens of each document; raises TrainingError for files that cannot be read.
+    """The tokens of each document. Raises TrainingError for files that cannot be read.
 
-    A `.jsonl` file has one a line, in mlx-lm's formats: `text`, `prompt` and `completion`, of which
-    the latter is learnt, or `messages`, of which the last is. Any other file is one document.
+    A `.jsonl` file has a document on each line, in mlx-lm's formats. These are `text`, or `prompt`
+    and a learnt `completion`, or `messages` of which the last is learnt. Any other file is a single
+    document.
     """
 
     def document(line: Any, number: int) -> list[Document]:
@@ -59,25 +60,24 @@ def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
 
 
 def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each prompt in the chat template; raises TrainingError as `read_documents` does.
+    """Token ids of each prompt in the chat template. Raises TrainingError for unreadable files.
 
-    A `.jsonl` file has `turns`, of which the first is taken, `messages`, less an answer at their
-    end, or `prompt`; any other file a question a line.
+    A `.jsonl` file has on each line `turns`, of which the first is used, `messages` without a final
+    answer, or `prompt`. Any other file has a question on each line.
     """
-    found: list[list[dict[str, str]]] = []
+    conversations: list[list[dict[str, str]]] = []
     for path in map(Path, paths):
         with _readable(path):
             if path.suffix == ".jsonl":
                 each = lambda line, number: [messages_of(line)]  # noqa: E731
-                found += read_lines(path, each, "turns, messages or prompt")
+                conversations += read_lines(path, each, "turns, messages or prompt")
             else:
-                found += [messages_of(line) for _, line in text_lines(path)]
-    return [encode_messages(tokenizer, messages) for messages in found]
+                conversations += [messages_of(line) for _, line in text_lines(path)]
+    return [encode_messages(tokenizer, messages) for messages in conversations]
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise TrainingError for a file that cannot be read."""
     try:
         yield
     except OSError as error:
@@ -87,7 +87,6 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def learnt(tokens: Sequence[int], begin: int = 0) -> Document:
-    """Tokens that are learnt from a place on."""
     return [(token, int(i >= begin)) for i, token in enumerate(tokens)]
 
 
@@ -96,7 +95,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def windows_of(paths: Sequence[str], tokenizer: Any, window: int, stride: int) -> np.ndarray:
-    """Windows of all documents, `stride` tokens apart, each document after an end-of-text token."""
+    """Windows of all documents, `stride` tokens apart, with an end-of-text token before each."""
     end, documents = tokenizer.eos_token_id, read_documents(paths, tokenizer)
     before = [] if end is None else [(end, 1)]
     stream = [pair for document in documents for pair in before + document]
@@ -106,12 +105,10 @@ def windows_of(paths: Sequence[str], tokenizer: Any, window: int, stride: int) -
 
 
 def padded(document: Document, window: int) -> np.ndarray:
-    """A window [window, 2] of a document that is no longer than that."""
     return np.array(document + [(0, 0)] * (window - len(document)), np.int32)
 
 
 def split(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Indices to train on, and those held out, drawn by the seed."""
     order = np.random.default_rng(seed).permutation(count).tolist()
     held_out = max(1, round(HELD_OUT_SHARE * count))
     return order[held_out:], order[:held_out]
@@ -126,20 +123,28 @@ def answers(
     path: Path,
     is_time: Callable[[], bool],
 ) -> dict[Turn, list[int]]:
-    """Answers to prompts shorter than the window, to their end or the window's; kept in `path`.
+    """Answers to prompts that are shorter than the window, up to their end or the window's.
 
-    todo: turns to answer, those of a temperature together. is_time: True if no more answers are to
-    be begun.
+    Args:
+        target: answers the prompts.
+        tokenizer: the target's.
+        prompts: token ids.
+        window: limit on prompt and answer together.
+        todo: turns to answer, sorted by temperature.
+        path: file of the answers, which a later call continues.
+        is_time: returns True when no more answers may begin.
     """
-    found = stored(path)
-    missing = [turn for turn in todo if turn not in found]
+    finished = stored(path)
+    missing = [turn for turn in todo if turn not in finished]
     with (
         path.open("a", encoding="utf-8") as file,
         progress_bar(desc="answers", total=len(missing), leave=False) as bar,
     ):
+        # A batch has a single temperature.
         for temp, of_temp in groupby(missing, key=lambda turn: turn[2]):
             turns = list(of_temp)
-            written: list[list[int]] = [[] for _ in turns]
+            generated: list[list[int]] = [[] for _ in turns]
+            # The batch asks for a prompt when a slot is free, so no answer begins after the time.
             begun = takewhile(lambda _: not is_time(), turns)
             for response in batch_stream_generate(
                 target,
@@ -150,19 +155,19 @@ def answers(
                 temp=temp,
                 completion_batch_size=ROWS,
             ):
-                turn, answer = turns[response.index], written[response.index]
+                turn, answer = turns[response.index], generated[response.index]
                 answer.append(response.token)
                 if response.finish_reason is not None:
-                    found[turn] = answer
+                    finished[turn] = answer
                     print(json.dumps([turn, answer]), file=file, flush=True)
                     bar.update()
-    return dict(sorted(found.items()))
+    return dict(sorted(finished.items()))
 
 
 def stored(path: Path) -> dict[Turn, list[int]]:
-    """Answers in a file; a last line that was cut off is removed from it."""
+    """Answers in a file. An incomplete last line is removed from the file."""
     if not path.exists():
         return {}
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    os.truncate(path, len(whole) + bool(whole))
-    return {tuple(turn): tokens for turn, tokens in map(json.loads, whole.splitlines())}
+    complete = path.read_bytes().rpartition(b"\n")[0]
+    os.truncate(path, len(complete) + bool(complete))
+    return {tuple(turn): tokens for turn, tokens in map(json.loads, complete.splitlines())}

@@ -50,10 +50,18 @@ TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32} 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of something new; None for a default that fits the target.
+    """Size of a new module. None means a default that fits the target.
 
-    layers: that EAGLE-3 reads, from 0; as a number, the layer of an early exit, or the depth of a
-    draft model. draft_vocab: tokens to propose. guesses: Medusa heads, or look-ahead embeddings.
+    Attributes:
+        width: of the states of EAGLE-3 and draft models.
+        mlp: width of the MLP.
+        heads: attention heads.
+        kv_heads: attention heads of keys and values.
+        head_dim: width of an attention head.
+        layers: layers that EAGLE-3 reads, from 0; the last layer of an early exit; or the depth of
+            a draft model.
+        draft_vocab: number of tokens that can be proposed.
+        guesses: Medusa heads, or look-ahead embeddings.
     """
 
     width: int | None = None
@@ -66,7 +74,7 @@ class Size:
     guesses: int = 3
 
     def llama(self, width: int, vocab_size: int) -> dict[str, Any]:
-        """Configuration of decoder layers of this size, in Hugging Face's words."""
+        """Configuration of decoder layers of this size, with Hugging Face's names."""
         heads = self.heads or max(1, width // HEAD_DIM)
         return {
             "hidden_size": width,
@@ -81,9 +89,16 @@ class Size:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Ingredients: a recursive head's steps, tokens [n] counted, tokenizer, draft model.
+    """Inputs of a function that makes a trainee.
 
-    vocabulary: what a recursive head may propose, by default the most frequent of the tokens.
+    Attributes:
+        target: the target.
+        size: of a new module.
+        num_steps: draft length of a recursive head.
+        tokens: [n] of the texts, to count the most frequent.
+        tokenizer: the target's.
+        init: draft model to begin with.
+        vocabulary: tokens that a recursive head proposes. By default the most frequent.
     """
 
     target: nn.Module
@@ -95,30 +110,38 @@ class Recipe:
     vocabulary: DraftVocabulary | None = None
 
     @property
-    def ends(self) -> Anatomy:
-        """Ends of the target."""
+    def anatomy(self) -> Anatomy:
         return anatomy_for_head(self.target)
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Sizes of the target, in the config of a head."""
-        return {"hidden_size": self.ends.width, "vocab_size": self.ends.vocab_size}
+        return {"hidden_size": self.anatomy.width, "vocab_size": self.anatomy.vocab_size}
 
 
 @dataclass
 class Trainee:
     """A drafter in training, for one target.
 
-    module: its weights, float32. features: that it reads. predictions: of the first, second, ...
-    token of drafts. reads_text: it reads draft tokens like any others, so one prediction stands for
-    all. is_recursive: it drafts on from its own states. vocabulary: of its logits, None for all.
-    draft_logits: [..., Vd] of states, None for the target's head; head_names: its parameters.
-    renamed: patterns of parameters -> their names in the file. ids: more tensors of the file.
-    rows_at_once: states whose logits are made together.
+    Attributes:
+        module: the weights, in float32.
+        anatomy: the target's embeddings and head.
+        features: the states of the target that the module reads.
+        config: content of `config.json`.
+        predictions: yields the states for the first, second, ... token of drafts.
+        num_steps: tokens of a draft.
+        renamed: pattern of parameter names -> their names in the file.
+        reads_text: True if draft tokens are read like text. Then one prediction serves for all.
+        is_recursive: True if the module drafts on from its own states.
+        vocabulary: tokens that have logits. None for all.
+        draft_logits: makes logits [..., Vd] from states. None for the target's head.
+        head_names: parameters that `draft_logits` uses.
+        ids: extra tensors of the file.
+        tokenizer: saved with the module, if not None.
+        rows_at_once: states whose logits are made together.
     """
 
     module: Any
-    ends: Anatomy
+    anatomy: Anatomy
     features: Features
     config: dict[str, Any]
     predictions: Callable[[Batch], Iterator[Prediction]]
@@ -135,22 +158,22 @@ class Trainee:
     def __post_init__(self) -> None:
         self.module.set_dtype(mx.float32)
         known = self.vocabulary
-        self.target_logits = (known or self.ends).logits
+        self.target_logits = (known or self.anatomy).logits
         self.logits = self.draft_logits or self.target_logits
-        num_logits = self.ends.vocab_size if known is None else known.ids.size
+        num_logits = self.anatomy.vocab_size if known is None else known.ids.size
         self.rows_at_once = max(1, AT_ONCE // num_logits)
 
     def save(self, folder: Path, dtype: str) -> None:
-        """Write `config.json` and `model.safetensors`, weights in a type of TYPES."""
         save_json(folder / "config.json", self.config | {"torch_dtype": dtype})
         self.save_weights(folder, dtype)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(folder))
 
     def save_weights(self, folder: Path, dtype: str) -> None:
-        """Write `model.safetensors` alone: the old file stays until the new one is whole."""
+        """Write `model.safetensors`. An old file stays until the new file is complete."""
         tensors = dict(self.ids)
         for name, x in tree_flatten(self.module.parameters()):
+            # Integer tensors, such as ids of tokens, keep their dtype.
             kind = TYPES[dtype] if mx.issubdtype(x.dtype, mx.floating) else x.dtype
             for ours, theirs in self.renamed.items():
                 name = re.sub(ours, theirs, name)
@@ -159,9 +182,10 @@ class Trainee:
 
 
 def medusa(recipe: Recipe) -> Trainee:
-    """Medusa heads that share the target's matrix; they begin as that matrix itself."""
-    ends, count = recipe.ends, recipe.size.guesses
-    head = Medusa(count, 1, ends)
+    """Medusa heads that use the target's output matrix. At first they predict like the target."""
+    anatomy, count = recipe.anatomy, recipe.size.guesses
+    head = Medusa(count, 1, anatomy)
+    # Zero residual blocks: at first each head returns the state that it gets.
     head.update(tree_map(mx.zeros_like, head.parameters()))
 
     def predictions(batch: Batch) -> Iterator[Prediction]:
@@ -176,23 +200,24 @@ def medusa(recipe: Recipe) -> Trainee:
         "medusa_num_layers": 1,
         **recipe.sizes,
     }
-    return Trainee(head, ends, head.features, config, predictions, count, MEDUSA_NAMES)
+    return Trainee(head, anatomy, head.features, config, predictions, count, MEDUSA_NAMES)
 
 
 def branches_behind(size: int, count: int) -> TreeLayout:
-    """Rows of a text [size], and of a chain of `count` behind each of its tokens."""
-    own = mx.arange(size)
-    of_token = mx.concatenate([own, mx.repeat(own, count)])
-    after = own[:, None] + mx.arange(1, count + 1)
-    depths = mx.concatenate([own, after.reshape(-1)])
+    """Tree of a text [size] with a chain of `count` nodes after each token."""
+    text_places = mx.arange(size)
+    of_token = mx.concatenate([text_places, mx.repeat(text_places, count)])
+    after = text_places[:, None] + mx.arange(1, count + 1)
+    depths = mx.concatenate([text_places, after.reshape(-1)])
     is_text = mx.arange(depths.size) < size
+    # A node sees the text up to its token, and its own chain up to itself.
     is_before = is_text & (of_token <= of_token[:, None])
-    is_own = ~is_text & (of_token == of_token[:, None]) & (depths <= depths[:, None])
-    return TreeLayout(depths, is_before | is_own)
+    is_same_chain = ~is_text & (of_token == of_token[:, None]) & (depths <= depths[:, None])
+    return TreeLayout(depths, is_before | is_same_chain)
 
 
 def look_ahead(recipe: Recipe) -> Trainee:
-    """PaSS's embeddings; a pass of the frozen target reads all of them behind every token."""
+    """PaSS embeddings. One pass of the frozen target reads them after every token."""
     target, count = recipe.target, recipe.size.guesses
     if not takes_trees(Rollback.of(target)):
         raise TrainingError(
@@ -202,14 +227,15 @@ def look_ahead(recipe: Recipe) -> Trainee:
     head, wanted = LookAhead(target, count), Features(head_input=True)
 
     def states_behind(tokens: mx.array) -> mx.array:
-        size, taps = tokens.shape[0], StateReader(target, wanted)
+        size, reader = tokens.shape[0], StateReader(target, wanted)
         ids = mx.concatenate([tokens, mx.repeat(tokens, count)])
-        given = ids, make_prompt_cache(target), branches_behind(size, count)
+        inputs = ids, make_prompt_cache(target), branches_behind(size, count)
         with looking_ahead(target, mx.tile(head.rows, (size, 1))):
-            taps.read(lambda: tree_pass(target, *given))
-        assert taps.features is not None
-        assert taps.features.head_input is not None
-        return taps.features.head_input[size:].reshape(size, count, -1)
+            reader.read(lambda: tree_pass(target, *inputs))
+        assert reader.features is not None
+        assert reader.features.head_input is not None
+        # Rows after the text are chains, `count` nodes for each token.
+        return reader.features.head_input[size:].reshape(size, count, -1)
 
     def predictions(batch: Batch) -> Iterator[Prediction]:
         states = mx.stack([states_behind(window) for window in batch.tokens])
@@ -218,42 +244,43 @@ def look_ahead(recipe: Recipe) -> Trainee:
 
     kind = {"model_type": "pass", "architectures": ["PaSS"]}
     config = kind | {LOOK_AHEAD: count} | recipe.sizes
-    return Trainee(head, recipe.ends, wanted, config, predictions, count)
+    return Trainee(head, recipe.anatomy, wanted, config, predictions, count)
 
 
 def early_exit(recipe: Recipe) -> Trainee:
-    """A convolution, an MLP and a norm after the target's first layers; begins as its own norm."""
-    target, ends, size = recipe.target, recipe.ends, recipe.size
+    """A convolution, an MLP and a norm after the first layers. At first only the norm acts."""
+    target, anatomy, size = recipe.target, recipe.anatomy, recipe.size
     num_layers = size.layers[0] if size.layers else max(1, len(target.layers) // 2)
     norm = final_norm(first_layers(target, num_layers))
     config = {
         "model_type": "early_exit",
         EXIT_LAYER: num_layers,
         WINDOW: EXIT_WINDOW,
-        "intermediate_size": size.mlp or ends.width,
+        "intermediate_size": size.mlp or anatomy.width,
         "rms_norm_eps": getattr(norm, "eps", NORM_EPS),
         **recipe.sizes,
     }
     module = Exit(config)
+    # The exit starts as the target's own norm over the first layers.
     module.norm.weight = norm.weight
 
     def predictions(batch: Batch) -> Iterator[Prediction]:
         yield module(batch.features.layers[num_layers - 1]), 0
 
     features = Features(layers=(num_layers - 1,))
-    return Trainee(module, ends, features, config, predictions, reads_text=True)
+    return Trainee(module, anatomy, features, config, predictions, reads_text=True)
 
 
 def draft_model(recipe: Recipe) -> Trainee:
-    """A draft model that exists, or a small Llama; raises TrainingError if it is quantized."""
-    size, ends, tokenizer = recipe.size, recipe.ends, recipe.tokenizer
+    """A loaded draft model, or a small Llama. TrainingError for quantized weights."""
+    size, anatomy, tokenizer = recipe.size, recipe.anatomy, recipe.tokenizer
     if recipe.init is None:
-        width = size.width or max(64, ends.width // 2)
+        width = size.width or max(64, anatomy.width // 2)
         config = {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
             "num_hidden_layers": size.layers[0] if size.layers else 2,
-            **size.llama(width, ends.vocab_size),
+            **size.llama(width, anatomy.vocab_size),
             "tie_word_embeddings": True,
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
@@ -270,10 +297,10 @@ def draft_model(recipe: Recipe) -> Trainee:
             )
 
     def predictions(batch: Batch) -> Iterator[Prediction]:
-        yield module(batch.tokens), 0  # logits, whose head may do more than multiply
+        yield module(batch.tokens), 0  # logits, because a model's head may do more than multiply
 
-    own: Any = {"reads_text": True, "draft_logits": lambda logits: logits, "tokenizer": tokenizer}
-    return Trainee(module, ends, Features(), config, predictions, **own)
+    rest: Any = {"reads_text": True, "draft_logits": lambda logits: logits, "tokenizer": tokenizer}
+    return Trainee(module, anatomy, Features(), config, predictions, **rest)
 
 
 # Heads that draft on from their own states. They are trained for several steps on these states
@@ -282,10 +309,10 @@ def draft_model(recipe: Recipe) -> Trainee:
 
 
 class StepCache:
-    """Keys and values of the steps of drafts that begin at every position of a window.
+    """Keys and values of drafts that begin at every position of a window.
 
-    Row t of step k, the k-th token of the draft begun at row t - k + 1, sees the first step up to
-    there, and of later steps its own draft's.
+    Row t of step k holds token k of the draft that began at row t - k + 1. It sees the first step
+    up to that row, and the later steps of its own draft.
     """
 
     offset = 0
@@ -294,7 +321,6 @@ class StepCache:
         self.steps: list[tuple[mx.array, mx.array]] = []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add those of a step; return those of all steps, the earlier first."""
         self.steps.append((keys, values))
         all_keys, all_values = (list(parts) for parts in zip(*self.steps, strict=True))
         return mx.concatenate(all_keys, axis=2), mx.concatenate(all_values, axis=2)
@@ -304,35 +330,36 @@ class StepCache:
     ) -> mx.array:
         """Entries that each row of the next step sees, bool [length, steps * length]."""
         later = len(self.steps)
+        # The draft begun at row s is in row s + i after i steps, so row t began at t - later.
         before = mx.arange(length)[:, None] - mx.arange(length) - later
-        own = [before == -step for step in range(1, later + 1)]
-        return mx.concatenate([before >= 0, *own], axis=1)
+        same_draft = [before == -step for step in range(1, later + 1)]
+        return mx.concatenate([before >= 0, *same_draft], axis=1)
 
 
 def mtp(recipe: Recipe) -> Trainee:
-    """A multi-token prediction layer, a decoder layer of Llama's kind, saved as MLX copies are."""
-    size, ends = recipe.size, recipe.ends
+    """A multi-token prediction layer, which is a Llama decoder layer, saved in MLX's format."""
+    size, anatomy = recipe.size, recipe.anatomy
     config = {
         "model_type": MTP_TYPE,
         "architectures": ["LlamaMTP"],
         "num_hidden_layers": 1,
-        **size.llama(ends.width, ends.vocab_size),
+        **size.llama(anatomy.width, anatomy.vocab_size),
     }
     family = FAMILIES[MTP_TYPE]
-    head = MTPHead(family, config, ends)
-    count = size.draft_vocab or ends.vocab_size
-    if recipe.vocabulary is not None or count < ends.vocab_size:
+    head = MTPHead(family, config, anatomy)
+    count = size.draft_vocab or anatomy.vocab_size
+    if recipe.vocabulary is not None or count < anatomy.vocab_size:
         head.vocabulary = _vocabulary(recipe, count)
     renamed = {f"^{re.escape(new)}": old for old, new in family.ours().items()}
     return _recursive(head, recipe, config, renamed)
 
 
 def eagle3(recipe: Recipe) -> Trainee:
-    """An EAGLE-3 head over the outputs of three layers, saved by SafeAILab's names."""
-    size, ends = recipe.size, recipe.ends
-    width, depth = size.width or ends.width, ends.num_layers
-    layers = size.layers or (1, depth // 2 - 1, depth - 4)  # of the paper's code
-    # of few layers the last three
+    """An EAGLE-3 head that reads three layers, saved with SafeAILab's names."""
+    size, anatomy = recipe.size, recipe.anatomy
+    width, depth = size.width or anatomy.width, anatomy.num_layers
+    layers = size.layers or (1, depth // 2 - 1, depth - 4)  # as in the paper's code
+    # Small targets: the last three layers.
     if not size.layers and sorted(set(layers)) != list(layers):
         layers = tuple(range(max(1, depth - 3), depth))
     vocabulary = _vocabulary(recipe, size.draft_vocab or DRAFT_VOCAB)
@@ -341,16 +368,16 @@ def eagle3(recipe: Recipe) -> Trainee:
         "model_type": "llama",
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
-        **size.llama(width, ends.vocab_size),
+        **size.llama(width, anatomy.vocab_size),
         "draft_vocab_size": num,
-        "target_hidden_size": ends.width,
+        "target_hidden_size": anatomy.width,
         "tie_word_embeddings": False,
         "eagle_config": {IDS_KEY: stored_ids(layers), "use_aux_hidden_state": True},
     }
-    head = Eagle3(config, ends)
-    head.add_weights(embeddings=ends.vocab_size if width != ends.width else 0, logits=num)
+    head = Eagle3(config, anatomy)
+    head.add_weights(embeddings=anatomy.vocab_size if width != anatomy.width else 0, logits=num)
     head.vocabulary = vocabulary
-    known = np.zeros(ends.vocab_size, bool)
+    known = np.zeros(anatomy.vocab_size, bool)
     known[np.array(vocabulary.ids)] = True
     renamed = {r"^layers\.0\.": "midlayer.", "^hidden_norm": "midlayer.hidden_norm"}
     return _recursive(head, recipe, config, renamed, t2d=mx.array(known))
@@ -363,9 +390,9 @@ def _recursive(
     renamed: Mapping[str, str],
     **ids: mx.array,
 ) -> Trainee:
-    """The trainee of a head; renamed: see `Trainee`."""
     known = None if head.vocabulary is None else head.vocabulary.ids
     if known is not None:
+        # EAGLE-3 files store differences: target id = draft id + d2t[draft id].
         ids["d2t"] = (known - mx.arange(known.size)).astype(mx.int64)
 
     def predictions(batch: Batch) -> Iterator[Prediction]:
@@ -375,10 +402,11 @@ def _recursive(
         for step in range(recipe.num_steps):
             states = head.forward(states, tokens, caches)
             yield states[:, step:], 1 + step
+            # Row t of the next step continues the draft of row t - 1. Row 0 is a placeholder.
             states = mx.concatenate([states[:, :1], states[:, :-1]], axis=1)
 
     return Trainee(
-        *(head, recipe.ends, head.features, config, predictions, recipe.num_steps),
+        *(head, recipe.anatomy, head.features, config, predictions, recipe.num_steps),
         is_recursive=True,
         vocabulary=head.vocabulary,
         draft_logits=head.draft_logits,
@@ -389,7 +417,10 @@ def _recursive(
 
 
 def stored_ids(layers: tuple[int, ...]) -> list[int]:
-    """Ids for the config: as outputs if the first is 1, or else by input; see `fused_layers`."""
+    """Layer ids for the config. See `fused_layers`.
+
+    If the first layer is 1, ids count outputs of layers. Otherwise they count inputs.
+    """
     if not layers or layers[0] == 0:
         raise TrainingError(
             "Layer 0 cannot be the first that an EAGLE-3 head reads: its config could not be told "
@@ -399,12 +430,13 @@ def stored_ids(layers: tuple[int, ...]) -> list[int]:
 
 
 def _vocabulary(recipe: Recipe, count: int) -> DraftVocabulary:
-    """The recipe's, or else up to `count` most frequent tokens; the lowest ids fill up."""
+    """The recipe's vocabulary, or the `count` most frequent tokens."""
     if recipe.vocabulary is not None:
         return recipe.vocabulary
-    counts = np.bincount(recipe.tokens.ravel(), minlength=recipe.ends.vocab_size)
+    # A stable sort fills the vocabulary with the lowest ids.
+    counts = np.bincount(recipe.tokens.ravel(), minlength=recipe.anatomy.vocab_size)
     ids = np.sort(np.argsort(-counts, kind="stable")[:count])
-    return DraftVocabulary(mx.array(ids), recipe.ends)
+    return DraftVocabulary(mx.array(ids), recipe.anatomy)
 
 
 KINDS: Mapping[str, Callable[[Recipe], Trainee]] = {

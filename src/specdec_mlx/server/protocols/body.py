@@ -19,7 +19,7 @@ from specdec_mlx.arguments import parse_draft_length, short_repr, split_spec
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import TEMPS, is_temp
-from specdec_mlx.server.forced import grammar_of, levels_of
+from specdec_mlx.server.constraints import grammar_of, levels_of
 from specdec_mlx.server.protocols.turns import field_of, parts_in
 from specdec_mlx.server.requests import (
     AUTO,
@@ -61,8 +61,8 @@ def read_body(raw: bytes | bytearray) -> Object:
     so that the body is in memory once.
     """
     if len(raw) > SMALL:
-        found = sum(1 for _ in islice(_VALUES.finditer(raw), MOST_VALUES + 1))
-        if found > MOST_VALUES:
+        num_values = sum(1 for _ in islice(_VALUES.finditer(raw), MOST_VALUES + 1))
+        if num_values > MOST_VALUES:
             raise BodyError(
                 f"The body of the request has more than {MOST_VALUES} values. Send fewer."
             )
@@ -139,8 +139,6 @@ class Tool(Struct, frozen=True):
 
 
 class Schema(Struct):
-    """A schema that has a name."""
-
     schema: Object
 
 
@@ -163,8 +161,6 @@ class AnswerFormat(Struct):
 
 
 class Config(Struct, frozen=True):
-    """How to think and answer."""
-
     effort: str | None = None
     format: AnswerFormat | None = None
 

@@ -54,8 +54,6 @@ MOST_CHOICES = 32  # most choices of one request: each is a row of a batch
 
 
 class Call(Struct):
-    """A call of a function."""
-
     function: Tool
 
 
@@ -93,8 +91,6 @@ class ChoicesBody(Body, kw_only=True):
 
 
 class ChatBody(ChoicesBody, kw_only=True):
-    """The fields of a chat."""
-
     messages: Annotated[list[Message], Meta(min_length=1)]
     role_mapping: Object | None = None
     continue_final_message: bool = False
@@ -160,8 +156,7 @@ class ChoicesReply(Reply):
     def delta(self, index: int, event: Event) -> Object | None:
         """A choice's part in the chunk of an event."""
 
-    def whole(self, texts: Sequence[Transcript]) -> Object:
-        """The reply with all choices."""
+    def build(self, texts: Sequence[Transcript]) -> Object:
         choices = []
         for index, text in enumerate(texts):
             assert text.ended is not None
@@ -187,11 +182,9 @@ class ChoicesReply(Reply):
         yield DONE
 
     def fail(self, error: Exception, status: HTTPStatus) -> Pieces:
-        """An error, and the mark of the end."""
         return server_sent(openai_error(error, status)), DONE
 
     def chunk(self, *choices: Object, **more: Any) -> bytes:
-        """A chunk with some choices."""
         return server_sent(self._object(self.chunk_kind, choices, **more))
 
     def _object(self, kind: str, choices: Sequence[Object], **more: Any) -> Object:
@@ -201,25 +194,23 @@ class ChoicesReply(Reply):
 
     def _usage(self) -> Object:
         """The usage of all choices; the prompt of several is counted once."""
-        ends = [self._ended[choice] for choice in sorted(self._ended)]
-        prompts = ends[:: self.parsed.body.get("n") or 1]
-        prompt, written = (
-            sum(end.num_prompt for end in prompts),
-            sum(end.num_written for end in ends),
-        )
-        account, *others = accounts = [speculation(end) for end in ends]
+        endings = [self._ended[choice] for choice in sorted(self._ended)]
+        prompts = endings[:: self.parsed.body.get("n") or 1]
+        num_prompt = sum(end.num_prompt for end in prompts)
+        num_written = sum(end.num_written for end in endings)
+        account, *others = accounts = [speculation(end) for end in endings]
         if others:
             batched = any(account["batched"] for account in accounts)
             account = {"drafter": account["drafter"], "batched": batched, "choices": accounts}
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_written,
+            "total_tokens": num_prompt + num_written,
             "prompt_tokens_details": {"cached_tokens": sum(end.num_cached for end in prompts)},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(end.num_thought for end in ends),
-                "accepted_prediction_tokens": sum(end.accepted for end in ends),
-                "rejected_prediction_tokens": sum(end.rejected for end in ends),
+                "reasoning_tokens": sum(end.num_thought for end in endings),
+                "accepted_prediction_tokens": sum(end.accepted for end in endings),
+                "rejected_prediction_tokens": sum(end.rejected for end in endings),
             },
             "speculation": account,
         }
@@ -245,7 +236,6 @@ class ChatReply(ChoicesReply):
             yield self.chunk({"index": choice, "delta": delta, "finish_reason": None})
 
     def delta(self, index: int, event: Event) -> Object | None:
-        """What is new in a message."""
         match event:
             case CallBegan():
                 call = _call(event.id, event.name, event.text)

@@ -131,7 +131,6 @@ class CompletionReply(ChoicesReply):
         return _content(self.parsed.requests[index], piece, offset)
 
     def choice(self, index: int, text: Transcript) -> Object:
-        """A text."""
         return _content(self.parsed.requests[index], text, 0)
 
 

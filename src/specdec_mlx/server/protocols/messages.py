@@ -121,8 +121,6 @@ class Thinking(Struct, frozen=True):
 
 
 class MessagesBody(Body, kw_only=True):
-    """The fields of Anthropic's protocol."""
-
     messages: list[Turn]
     system: Any = None
     tool_choice: Tool = Tool(type=AUTO)
@@ -160,8 +158,8 @@ def _tools(tools: Sequence[Tool]) -> Iterator[Object]:
         kind = tool.type or "custom"
         if kind == "custom":
             yield function(tool, tool.description, tool.input_schema)
-        elif own := [OWN_TOOLS[name] for name in OWN_TOOLS if kind.startswith(name)]:
-            yield function(tool, own[0].get("description"), own[0]["input_schema"])
+        elif known := [OWN_TOOLS[name] for name in OWN_TOOLS if kind.startswith(name)]:
+            yield function(tool, known[0].get("description"), known[0]["input_schema"])
         else:
             leave_out("tool", kind)
 
@@ -217,23 +215,21 @@ class MessageReply(ItemReply):
         super().__init__(parsed, {**about, **dict.fromkeys(UNKNOWN)}, "content")
 
     def write(self, choice: int, event: Event) -> Pieces:
-        """The bytes of an event."""
         if self.content["usage"] is None:
             self.content["usage"] = _usage(0, 0)
             if isinstance(event, PromptProgress):
                 self.content["usage"] = _usage(event.total, event.num_cached)
+            # Sent with the first event, because the progress of the prompt gives the usage.
             yield _event("message_start", message=self.content)
         yield from super().write(choice, event)
 
     def add(self, call: CallBegan | None) -> Pieces:
-        """Begin a block."""
         if call is not None:
             self.item |= {"type": "tool_use", "id": call.id, "name": call.name}
         self.item |= EMPTY[self.item["type"]]
         yield self._of_block("start", content_block=self.item)
 
     def grow(self, text: str, logprobs: Sequence[TokenLogprob]) -> Pieces:
-        """More of a block."""
         kind = self.item["type"]
         if kind == "tool_use":
             yield self._delta("input_json_delta", "partial_json", text)
@@ -265,11 +261,9 @@ class MessageReply(ItemReply):
         yield _event("message_stop")
 
     def keepalive(self) -> bytes:
-        """A ping."""
         return _event("ping")
 
     def fail(self, error: Exception, status: HTTPStatus) -> Pieces:
-        """An event of the error."""
         yield _event(**_error(error, status))
 
     def _delta(self, kind: str, name: str, text: str) -> bytes:

@@ -49,7 +49,7 @@ class ParsedBody:
         prefix: str,
         call_items: Object | None = None,
     ) -> None:
-        """prefix: what the reply's id begins with."""
+        # Each protocol's ids have a prefix of their own, by which clients tell them apart.
         self.requests, self.body, self.call_items = requests, body, call_items or {}
         self.id, self.created = f"{prefix}{uuid4().hex}", int(time())
         self.model: str = body.get("model") or "default_model"
@@ -83,7 +83,7 @@ class Reply(ABC):
         """What comes instead, after an error in the middle."""
 
     @abstractmethod
-    def whole(self, texts: Sequence[Transcript]) -> Object:
+    def build(self, texts: Sequence[Transcript]) -> Object:
         """The reply to a client that wants no stream, of the texts of all choices."""
 
 
@@ -170,14 +170,13 @@ class ItemReply(Reply):
         self.items, self.item, self.text = list[Object](), Object(), ""
         self.content = {**content, items: self.items}
 
-    def whole(self, texts: Sequence[Transcript]) -> Object:
+    def build(self, texts: Sequence[Transcript]) -> Object:
         """The object that a stream of the same text comes to."""
         for event in texts[0].events():
             list(self.write(0, event))
         return self.content
 
     def write(self, choice: int, event: Event) -> Pieces:
-        """The bytes of an event."""
         match event:
             case TextPiece() if event.text or event.logprobs:
                 kind = self.kinds[event.is_thought]

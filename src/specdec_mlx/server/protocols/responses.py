@@ -132,14 +132,10 @@ KINDS = {
 
 
 class MoreTools(Struct):
-    """An item that brings tools along."""
-
     tools: list[Tool] = []
 
 
 class ResponsesBody(Body, kw_only=True):
-    """The fields of a response."""
-
     input: str | list[Object]
     instructions: Any = None
     text: Config = Config()
@@ -178,7 +174,9 @@ def _add(turns: Turns, item: Object) -> None:
 def _tools(tools: Sequence[Tool], call_items: dict[str, Object], **space: str) -> Iterator[Object]:
     """The tools that a client runs. All others are left out.
 
-    call_items: what the items of a tool's calls have, by its name. space: the namespace, if any.
+    Args:
+        call_items: filled with the fields of a call's items, by the name of the tool.
+        space: the namespace, if any.
     """
     for tool in tools:
         if tool.type == "namespace":
@@ -229,8 +227,6 @@ def read(body: Object) -> ParsedBody:
 
 
 class ResponseReply(ItemReply):
-    """A response."""
-
     kinds = "message", "reasoning"
 
     def __init__(self, parsed: ParsedBody) -> None:
@@ -256,7 +252,6 @@ class ResponseReply(ItemReply):
             yield self._event(kind, response=self.content)
 
     def add(self, call: CallBegan | None) -> Pieces:
-        """Add an item, and its part."""
         if call is not None:
             about = self.parsed.call_items.get(call.name, {"type": "function_call"})
             self.item |= {"call_id": call.id, "name": call.name, **about}
@@ -279,9 +274,9 @@ class ResponseReply(ItemReply):
             yield self._delta(text, **more)
 
     def close(self, status: str) -> Pieces:
-        """The end of an item."""
         item, kind = self.item, self._kind
         if item["type"] == "custom_tool_call" and self.text:
+            # The model writes a JSON object. The client wants the text in it.
             self.text = _free_text(self.text)
             yield self._delta(self.text)
         names = {kind.text_field, "logprobs"} & self._holder.keys()
@@ -289,6 +284,7 @@ class ResponseReply(ItemReply):
         if kind.part is not None:
             yield self._of_text(f"{kind.part_event}.done", part=self._holder)
         if item["type"] == "reasoning" and ENCRYPTED in (self.parsed.body.get("include") or ()):
+            # Nothing is kept here, so that the client brings the thought along in the next request.
             item["encrypted_content"] = b64encode(self.text.encode()).decode()
         if "status" in item:
             item["status"] = status
@@ -311,7 +307,6 @@ class ResponseReply(ItemReply):
         yield self._event(status, response=self.content)
 
     def fail(self, error: Exception, status: HTTPStatus) -> Pieces:
-        """The response, failed."""
         code = getattr(error, "code", None) or "server_error"
         failure = {"code": code, "message": words_of(error, status)}
         self.content |= {"status": "failed", "error": failure}

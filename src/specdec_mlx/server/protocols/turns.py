@@ -57,20 +57,19 @@ def as_text(part: Object) -> str:
 
 
 def joined(content: Any, where: str, to_text: Callable[[Object], str] = as_text) -> str:
-    """A content as one text."""
     return BETWEEN.join(map(to_text, parts_in(content, where)))
 
 
-def as_result(given: Any) -> Any:
+def as_result(output: Any) -> Any:
     """What a tool gave back: a text, parts with a type, or the JSON text of any other value."""
-    parts = given if isinstance(given, list) else []
-    if isinstance(given, str | None) or (parts and all(map(_is_part, parts))):
-        return given
-    return json.dumps(given, ensure_ascii=False)
+    parts = output if isinstance(output, list) else []
+    if isinstance(output, str | None) or (parts and all(map(_is_part, parts))):
+        return output
+    return json.dumps(output, ensure_ascii=False)
 
 
-def _is_part(given: Any) -> bool:
-    return isinstance(given, str) or (isinstance(given, dict) and "type" in given)
+def _is_part(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and "type" in value)
 
 
 def leave_out(what: str, kind: Any) -> None:
@@ -99,7 +98,6 @@ class Turns:
         turn["content"] += (BETWEEN if turn["content"] else "") + text
 
     def think(self, text: str) -> None:
-        """Thoughts of the assistant."""
         turn = self._turn("assistant")
         turn |= dict.fromkeys(THOUGHTS, turn.get(THOUGHTS[0], "") + text)
 
@@ -112,8 +110,10 @@ class Turns:
 
     def answer(self, call_id: str, text: str) -> None:
         """What a called tool gave back."""
-        named = {"name": self._names[call_id]} if call_id in self._names else {}
-        self.messages.append({"role": "tool", "tool_call_id": call_id, **named, "content": text})
+        name_field = {"name": self._names[call_id]} if call_id in self._names else {}
+        self.messages.append(
+            {"role": "tool", "tool_call_id": call_id, **name_field, "content": text}
+        )
 
     def _turn(self, role: str) -> Object:
         if not self.messages or self.messages[-1]["role"] != role:

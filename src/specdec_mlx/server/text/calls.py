@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import regex
 
-from specdec_mlx.server.forced import DEEPEST_SCHEMA
+from specdec_mlx.server.constraints import DEEPEST_SCHEMA
 from specdec_mlx.server.requests import CallArguments, CallBegan, CallBroken, Event, Object
 
 NUM_ID = 9  # letters of a call's id: some chat templates refuse any other number
@@ -112,14 +112,17 @@ class JsonObject:
 
 
 class CallReader:
-    """The text between the marks of a call, or of several, read as it comes.
+    """The text between the marks of one or more calls, read in pieces.
 
-    Once the name of one of the tools and the beginning of a JSON object are seen, the call is
-    announced, and the object's text follows in pieces. Other formats wait for the end, and for
-    mlx-lm's parser.
+    A call is announced once the name of a tool and the beginning of a JSON object are read. The
+    text of the object follows in pieces. Other formats wait for the end and for mlx-lm's parser.
 
-    index: of the next call. num_whole: calls that came to their end. is_full: no further call is
-    wanted. is_broken: the one that is open is none. left: text after all, once it is closed.
+    Attributes:
+        index: of the next call.
+        num_whole: number of finished calls.
+        is_full: no further call is wanted.
+        is_broken: the open call is no call.
+        left: text that belongs to no call, known once the reader is closed.
     """
 
     def __init__(
@@ -130,7 +133,13 @@ class CallReader:
         mark: str,
         is_single: bool,
     ) -> None:
-        """index: of the first call. mark: what stands before it. is_single: one is enough."""
+        """Begin to read calls.
+
+        Args:
+            index: of the first call.
+            mark: the text before the first call.
+            is_single: one call is enough.
+        """
         self.num_whole = 0
         self.is_broken = self.is_full = False
         self.left = ""
@@ -144,7 +153,7 @@ class CallReader:
         self._body = self._rest = ""  # all of it, and what is not read yet
         self._object: JsonObject | None = None
         self._began: CallBegan | None = None  # not told yet
-        self._held = ""  # of its arguments
+        self._pending = ""  # of its arguments
         self._may_begin = True
 
     @property
@@ -153,7 +162,6 @@ class CallReader:
         return self._object is not None and self._object.is_in_string
 
     def feed(self, piece: str) -> list[Event]:
-        """Take the next piece."""
         self._body += piece
         self._text += piece
         self._rest += piece
@@ -161,13 +169,14 @@ class CallReader:
         while not self.is_full and not self.is_broken and (self._object or self._begins()):
             assert self._object is not None
             taken, self._rest = self._object.take(self._rest)
-            self._held += taken
+            self._pending += taken
             self.is_broken = self._object.is_broken
             if not self._object.is_complete:
-                if len(self._held) >= PIECE:
+                if len(self._pending) >= PIECE:
                     events.append(self._handed_over())
                 break
             events.append(self._handed_over())
+            # Only the text since the last whole call can become part of the answer.
             self._object, self._text = None, self._rest
             self._finish_one()
         return events
@@ -201,8 +210,8 @@ class CallReader:
 
     def _handed_over(self) -> Event:
         """What is held of the arguments, with the beginning of their call if it is not told."""
-        held, began, self._held, self._began = self._held, self._began, "", None
-        return replace(began, text=held) if began else CallArguments(self.index, held)
+        text, began, self._pending, self._began = self._pending, self._began, "", None
+        return replace(began, text=text) if began else CallArguments(self.index, text)
 
     def _begins(self) -> bool:
         """True if the arguments of a call begin here."""
@@ -221,8 +230,8 @@ class CallReader:
         """Id, name and arguments of all calls, [] if one of them is none."""
         try:
             parsed = self._parse(self._body, self._tools)
-            found = parsed if isinstance(parsed, list) else [parsed]
-            return [self._checked(call) for call in found]
+            calls = parsed if isinstance(parsed, list) else [parsed]
+            return [self._checked(call) for call in calls]
         except Exception:  # parsers raise whatever a broken text makes them
             return []
 
@@ -233,13 +242,12 @@ class CallReader:
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict):
             raise ValueError(f"{name!r} is no tool, or is not given an object.")
-        own = call.get("id")
+        call_id = call.get("id")
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         # half a pair of surrogates is no text
         text = text.encode("utf-8", "replace").decode()
-        return own if isinstance(own, str) and own else new_id(), name, text
+        return call_id if isinstance(call_id, str) and call_id else new_id(), name, text
 
 
 def new_id() -> str:
-    """An id for a call."""
     return uuid4().hex[:NUM_ID]

@@ -39,14 +39,14 @@ def token_logprob(
     """The entry of a written token; waits for `logprobs` [V]."""
     most = min(num_alternatives, logprobs.size)
     likeliest = mx.argpartition(-logprobs, max(0, most - 1))[:most]
-    own, ids, values = read_all(logprobs[token], likeliest, logprobs[likeliest])
+    logprob, ids, values = read_all(logprobs[token], likeliest, logprobs[likeliest])
     pairs = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
     top = [
         (index, token_bytes(tokenizer, index), value)
         for value, index in pairs
         if value > -mx.inf  # a grammar forbids it
     ]
-    return TokenLogprob(token, token_bytes(tokenizer, token), own, top)
+    return TokenLogprob(token, token_bytes(tokenizer, token), logprob, top)
 
 
 class SeenLogprobs:
@@ -58,7 +58,6 @@ class SeenLogprobs:
         self._waiting = deque[tuple[int, int, TokenLogprob]]()
 
     def add(self, logprob: TokenLogprob) -> None:
-        """Take the next token's entry."""
         self._without_text.append(logprob)
 
     def place(self, start: int, text: str) -> None:
@@ -74,11 +73,11 @@ class SeenLogprobs:
         for entry in self._without_text:
             num_after = num_before + len(entry.data)
             if exact:
-                begins = len(data[:num_before].decode(errors="ignore"))
-                ends = len(text) - len(data[num_after:].decode(errors="ignore"))
+                begin = len(data[:num_before].decode(errors="ignore"))
+                end = len(text) - len(data[num_after:].decode(errors="ignore"))
             else:
-                begins, ends = 0, len(text)
-            self._waiting.append((start + begins, start + ends, entry))
+                begin, end = 0, len(text)
+            self._waiting.append((start + begin, start + end, entry))
             num_before = num_after
         self._without_text = []
 
@@ -89,8 +88,8 @@ class SeenLogprobs:
         """
         taken = []
         while self._waiting and self._waiting[0][0] < end:
-            begins, ends, entry = self._waiting.popleft()
-            if ends > start or begins == start:
+            first, after, entry = self._waiting.popleft()
+            if after > start or first == start:
                 taken.append(entry)
         return taken
 

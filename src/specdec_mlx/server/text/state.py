@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from specdec_mlx.drafters.thoughts import Thought
-from specdec_mlx.server.forced import is_bare_call, reads_calls
+from specdec_mlx.server.constraints import is_bare_call, reads_calls
 from specdec_mlx.server.requests import CallBroken, Ended, Event, TextPiece, TextRequest
 from specdec_mlx.server.text.calls import CallReader
 from specdec_mlx.server.text.logprobs import SeenLogprobs, token_logprob
@@ -55,16 +55,16 @@ NUM_BEFORE = 8  # tokens of the prompt's end that a text is detokenized with
 
 
 class TextState:
-    """The text that one request's tokens make, as events.
+    """The text of one request's tokens, as events.
 
-    Thoughts are looked for in chats, and calls where tools were given. Where a grammar says what is
-    written, only a thought at the beginning is one, and its tokens tell where it ends, as they do
-    for the grammar. A call that cannot be one is text, marks and all, that of a tool that is not
-    there too, and one that `max_tokens` cuts, unless it was forced. Blanks beside a call are
-    dropped, and so is all text beside forced calls.
+    Thoughts are recognized in chats, and calls if the request has tools. Under a grammar, only a
+    thought at the beginning counts, and its tokens tell where it ends. A broken call becomes text
+    with its marks. So does a call of an unknown tool, and a call that `max_tokens` cuts unless it
+    was forced. Blanks beside a call are dropped, and so is all text beside forced calls.
 
-    ended: "stop" or "tool_calls" once the end token, a stop string or the last wanted call has
-    ended it; tokens after that are not taken.
+    Attributes:
+        ended: "stop" or "tool_calls" after the end token, a stop string or the last wanted call.
+            Later tokens are ignored.
     """
 
     def __init__(
@@ -75,7 +75,12 @@ class TextState:
         in_thought: bool,
         thought: Thought | None = None,
     ) -> None:
-        """in_thought: the prompt has opened a thought. thought: its marks, where tokens tell."""
+        """Begin after the prompt.
+
+        Args:
+            in_thought: the prompt has opened a thought.
+            thought: its marks, if tokens tell where it ends.
+        """
         self.ended: str | None = None
         self.num_written = self.num_thought = self.num_calls = self.accepted = 0
         self._tokenizer, self._request = tokenizer, request
@@ -183,9 +188,10 @@ class TextState:
             return 0
         for token in end:
             self._detokenizer.add_token(token)
-        whole = copy(self._detokenizer)
-        whole.finalize()
-        return len(whole.text)
+        # Finished as a copy, because the text goes on in the detokenizer itself.
+        finished = copy(self._detokenizer)
+        finished.finalize()
+        return len(finished.text)
 
     def _advance(self, final: str | None = None) -> list[Event]:
         """Decide what can be decided; all of it for a `final` reason."""
@@ -203,6 +209,8 @@ class TextState:
             num_before, mark = search(self._text, final=final is not None)
             after = marks.get(mark or "")
             if after == CALL and self._place + num_before == self._call_place:
+                # This mark began a call that was none. One character is passed, so that it is not
+                # found again.
                 events += self._take(num_before + 1)
                 continue
             events += self._take(num_before)

@@ -93,8 +93,9 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     is_single = is_bare or request.tool_choice != REQUIRED or not request.parallel_calls
     call = "body"
     if not is_bare:  # between marks, on lines of their own
-        begins, ends = _as_rule(tokenizer, "tool_call_start"), _as_rule(tokenizer, "tool_call_end")
-        call = f'{begins} "\\n" body "\\n" {ends} "\\n"?'
+        begin_mark = _as_rule(tokenizer, "tool_call_start")
+        end_mark = _as_rule(tokenizer, "tool_call_end")
+        call = f'{begin_mark} "\\n" body "\\n" {end_mark} "\\n"?'
     return Grammar.lark(f"start: call{'' if is_single else '+'}\ncall: {call}\nbody: {body}\n")
 
 
@@ -116,13 +117,13 @@ def _call_rule(name: str, parameters: Any) -> str:
     """
     schema: Object = {"type": "object"}
     if isinstance(parameters, dict):
-        own = {**_with_bounds(parameters), "type": "object"}
+        followed = {**_with_bounds(parameters), "type": "object"}
         if parameters.keys() <= CLOSED and parameters.get("properties"):
-            own["additionalProperties"] = False
+            followed["additionalProperties"] = False
         try:
-            check_schema(own)
-            Grammar.json_schema(own)
-            schema = own
+            check_schema(followed)
+            Grammar.json_schema(followed)
+            schema = followed
         except (GrammarError, RequestError):
             pass
     begins = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
@@ -157,8 +158,8 @@ def check_schema(schema: Object) -> None:
     """Raise RequestError for a schema that is too large to be compiled while others wait."""
     levels = list(levels_of(schema))
     nodes = [node for level in levels for node in level if isinstance(node, dict)]
-    named = [node.get("patternProperties") for node in nodes]
-    patterns = sum(len(names) for names in named if isinstance(names, dict))
+    name_lists = [node.get("patternProperties") for node in nodes]
+    patterns = sum(len(names) for names in name_lists if isinstance(names, dict))
     size, depth = len(json.dumps(schema)), len(levels)
     if size > LONGEST_SCHEMA or depth > DEEPEST_SCHEMA or patterns > MOST_PATTERNS:
         raise RequestError(
@@ -194,9 +195,11 @@ def within(make: Callable[[], T]) -> T:
         except Exception as error:
             made.set_exception(error)
 
+    # A daemon, because llguidance cannot be stopped once it compiles.
     Thread(target=run, daemon=True).start()
     until, spent = monotonic() + LONGEST_WAIT, 0.0
     while monotonic() < until:
+        # The least time in which the thread can have used up its processor time.
         at_least = max(COMPILE_SECONDS - spent, LONGEST_WAIT / 1000)
         if wait([made], min(at_least, until - monotonic())).done:
             return made.result()
@@ -239,6 +242,7 @@ class ThoughtBudget:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits [1, V]; all but one are -inf where the thought that `tokens` [n] hold is full."""
+        # Set once: later calls have more tokens of the text.
         if self.start is None:
             self.start = tokens.shape[0]
         begin = self.start + len(self.thought.opens)
@@ -252,8 +256,8 @@ class ThoughtBudget:
             is_begun = _stands_at(closes[:i], text, text.shape[0] - i)
             token = mx.where(is_begun, closes[i], token)
         is_next = mx.arange(logits.shape[-1]) == token
-        forced = mx.where(is_next, mx.zeros_like(logits), -mx.inf)
-        return mx.where(is_full, forced, logits)
+        only_next = mx.where(is_next, mx.zeros_like(logits), -mx.inf)
+        return mx.where(is_full, only_next, logits)
 
 
 def _stands_at(mark: Mark, text: mx.array, place: int) -> mx.array:

@@ -24,9 +24,9 @@ from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches, predictin
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
+from specdec_mlx.server.constraints import ThoughtBudget, grammar_for, within
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import ThoughtBudget, grammar_for, within
-from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import ReadPrompt, check_length, encoded, read_prompt, too_long
@@ -68,13 +68,13 @@ class Ticket:
         self.is_cancelled = True
 
     def check(self) -> None:
-        """Raise ConnectionError if the client has gone."""
         if self.is_cancelled:
             raise ConnectionError(GONE)
 
     def send(self, events: Iterable[Event]) -> None:
         """Send events to the client, up to the first `Ended` or `Failed`."""
         for event in events:
+            # A text and an ending server may both send an end. Clients get the first.
             if self.has_ended:
                 return
             self.has_ended = isinstance(event, Ended | Failed)
@@ -99,14 +99,14 @@ class Preparation:
         max_tokens: tokens that the text may have.
     """
 
-    loaded: Loaded
+    loaded: LoadedModel
     prompt: ReadPrompt
     prediction: list[int]
     max_tokens: int
     grammar: Grammar | None
 
 
-def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> Preparation:
+def prepare(request: TextRequest, loaded: LoadedModel, settings: ServerSettings) -> Preparation:
     """Read the prompt and compile the grammar; any thread may do this beside other texts.
 
     Raises RequestError, GrammarError and PromptError.
@@ -117,9 +117,10 @@ def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> P
         tokenizer,
         settings,
         most=longest,
-        finds_ends=loaded.is_stateful,
+        finds_stops=loaded.is_stateful,
         sight=loaded.sight,
     )
+    # Checked first, because megabytes of text take seconds to tokenize.
     check_length(request.prediction, tokenizer, longest, "prediction")
     prediction = encoded(tokenizer, request.prediction)
     check_ids(prompt.tokens, vocab_size_of(loaded.model))
@@ -138,6 +139,7 @@ def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """The compiled grammar of a text, None for any text; raises RequestError and GrammarError."""
     grammar = grammar_for(request, tokenizer)
     if grammar is not None:
+        # Compiles the grammar here, and not at the first token on the engine's thread.
         grammar.begin(compiled_tokenizer(tokenizer))
     return grammar
 
@@ -148,7 +150,6 @@ class GuardedGrammar(GrammarProcessor):
     error: Exception | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits [1, V]; see `GrammarProcessor`."""
         try:
             return super().__call__(tokens, logits)
         except Exception as error:
@@ -160,7 +161,7 @@ class ServedText:
     """The text of a request while it is written. All of it belongs to the engine's thread.
 
     Attributes:
-        written: token ids so far.
+        generated: token ids so far.
         prefixes: where the target's caches are stored.
         may_end_early: another token than the end token may end the text.
         is_batched: the text was written beside others at its end.
@@ -183,7 +184,7 @@ class ServedText:
         self.ticket, self.request, self.prefixes = ticket, ticket.request, prefixes
         self.loaded, self.prompt = preparation.loaded, preparation.prompt
         self.max_tokens, self.flags = preparation.max_tokens, models.flags
-        self.written = list[int]()
+        self.generated = list[int]()
         self.stats: SpeculationStats | None = None
         self.num_cached: int | None = None
         self.is_batched = False
@@ -199,6 +200,7 @@ class ServedText:
         if self.drafter is not None:
             if preparation.prediction:
                 self.drafter = predicting(self.drafter, preparation.prediction)
+            # A draft model reads the conversation again only from where it has changed.
             self.drafter = keeping_caches(self.drafter, draft_caches)
         grammar, thought, budget = preparation.grammar, prompt.thought, request.thought_budget
         if thought is not None and budget is not None and budget < self.max_tokens:
@@ -208,6 +210,7 @@ class ServedText:
         if grammar is not None:
             processors.append(GuardedGrammar(grammar, tokenizer, len(prompt.tokens), thought))
             if self.drafter is not None:
+                # Tokens that the grammar leaves no choice of are drafted first, at no cost.
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
         is_bounded = bool(request.stop) or not request.parallel_calls
         self.may_end_early = is_bounded or request.has_grammar
@@ -215,18 +218,17 @@ class ServedText:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and text so far."""
-        return [*self.prompt.tokens, *self.written]
+        return [*self.prompt.tokens, *self.generated]
 
     @property
     def keys(self) -> list[int]:
         """The keys under which caches of the prompt and the text are stored, one for each token."""
-        return [*self.prompt.keys, *self.written]
+        return [*self.prompt.keys, *self.generated]
 
     @property
     def has_ended(self) -> bool:
         """True if no more tokens are wanted."""
-        return self.state.ended is not None or len(self.written) >= self.max_tokens
+        return self.state.ended is not None or len(self.generated) >= self.max_tokens
 
     def embeddings(self, caches: list[Any]) -> mx.array | None:
         """What a vision model reads in the place of the prompt's tokens, [n, D]; else None.
@@ -261,13 +263,13 @@ class ServedText:
             store(self)
 
     def _show_progress(self, done: int) -> None:
-        if not self.written:
+        if not self.generated:
             total = len(self.prompt.tokens)
             self.ticket.send([PromptProgress(min(done, total), total, self.num_cached or 0)])
 
     def take(self, token: Token) -> bool:
         """Add the next token and send what it shows; True if the text ends with it."""
-        self.written.append(token.token)
+        self.generated.append(token.token)
         self.stats = token.stats
         logprobs = None if self.request.num_logprobs is None else token.logprobs
         self.ticket.send(self.state.add(token.token, logprobs, token.from_draft))
@@ -300,7 +302,7 @@ class ServedText:
         self.ticket.fail(next(filter(None, errors), error))
 
 
-def sampling_for(request: TextRequest, loaded: Loaded) -> Sampling:
+def sampling_for(request: TextRequest, loaded: LoadedModel) -> Sampling:
     """The sampling of a text; XTC excludes the tokens that it excludes in mlx-lm's server."""
     fields: dict[str, Any] = {**loaded.sampling, **request.sampling}
     if fields.get("top_k", 0) >= vocab_size_of(loaded.model):

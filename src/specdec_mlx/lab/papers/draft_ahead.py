@@ -15,7 +15,18 @@ from specdec_mlx.duck_typed import begin_session
 def begin_ahead(
     asked_by: Drafter, drafter: Drafter, prompt: Sequence[int], context: DraftContext
 ) -> Session:
-    """A session that can be asked what follows a draft; ValueError for one that cannot."""
+    """Begin a session that can draft after tokens that are not in the text yet.
+
+    Args:
+        asked_by: the drafter that needs the session, for the error.
+        drafter: makes the session.
+        prompt: token ids.
+        context: of the generation.
+
+    Raises:
+        ValueError: the drafter's sessions cannot do this.
+    """
+    # Drafts ahead of the text cannot be made together with other sequences.
     alone = replace(context, shared_drafts=None)
     session = begin_session(drafter, list(prompt), alone)
     if not (session.looks_ahead or reader_of(session)):
@@ -27,24 +38,25 @@ def begin_ahead(
 
 
 def propose_after(session: Session, tokens: Sequence[int], limit: int) -> Draft:
-    """A point-mass draft after the text and `tokens`. Nothing is noted."""
+    """A point-mass draft after the text and `tokens`. The session does not change."""
     reader = reader_of(session)
     if reader is None:
         return session.propose_after(tokens, limit)
     end = len(reader.tokens)
     if limit <= 0 or not end:
         return NO_DRAFT
-    # a way back from what is read now, which may not be handed out
+    # The checkpoint allows to undo what is read now.
     reader.rollback.checkpoint()
     reader.catch_up()
     with reader.rollback.undone(end - 1):
         reader.tokens += tokens
-        draft = session.propose(min(limit, DRAWN_AT_ONCE))  # for one pass to check
+        draft = session.propose(
+            min(limit, DRAWN_AT_ONCE)
+        )  # at most the tokens that a single pass draws
         del reader.tokens[end:]
     return draft
 
 
 def reader_of(session: Session) -> ModelReader | None:
-    """The draft model of a session that draws its drafts from a model's logits, or None."""
     source = session.source if isinstance(session, WritingSession) else None
     return source if isinstance(source, ModelReader) else None

@@ -14,7 +14,7 @@ from written_texts import END, PARAMETERS, TOOLS, cut, events_of, said, tokenize
 
 from selection import in_one_test
 from specdec_mlx.drafters.grammar import Grammar, GrammarPosition, compiled_tokenizer
-from specdec_mlx.server import forced
+from specdec_mlx.server import constraints
 from specdec_mlx.server.requests import (
     CallBroken,
     RequestError,
@@ -50,7 +50,7 @@ MARKED = ("json_tools", ("<tool_call>", "</tool_call>"))
 def follows(request: TextRequest, how: tuple[Any, ...], text: str) -> int | None:
     """Number of characters until the grammar refuses a text; None if the text may end there."""
     wrapper = tokenizer(*how)
-    grammar = forced.grammar_for(request, wrapper)
+    grammar = constraints.grammar_for(request, wrapper)
     assert grammar is not None
     place = GrammarPosition(grammar.begin(compiled_tokenizer(wrapper)))
     tokens = wrapper.encode(text, add_special_tokens=False)
@@ -94,7 +94,7 @@ def test_the_tool_that_is_named_is_called_once() -> None:
     assert follows(single, MARKED, one) is None
     assert follows(single, MARKED, one + "\n" + one) is not None
     with pytest.raises(RequestError, match="there is no tool 'z'"):
-        forced.grammar_for(replace(ASKED, tool_choice="z"), tokenizer())
+        constraints.grammar_for(replace(ASKED, tool_choice="z"), tokenizer())
 
 
 def test_definitions_of_a_tools_schema_are_its_own() -> None:
@@ -122,9 +122,9 @@ def test_an_answers_grammar_is_the_requests_own() -> None:
     grammar = Grammar.regex("a+")
     for choice in ("auto", "none"):
         request = replace(ASKED, grammar=grammar, tool_choice=choice)
-        assert forced.grammar_for(request, tokenizer()) is grammar
-    assert forced.grammar_for(replace(ASKED, tool_choice="auto"), tokenizer()) is None
-    assert forced.grammar_for(replace(ASKED, tools=[]), tokenizer()) is None
+        assert constraints.grammar_for(request, tokenizer()) is grammar
+    assert constraints.grammar_for(replace(ASKED, tool_choice="auto"), tokenizer()) is None
+    assert constraints.grammar_for(replace(ASKED, tools=[]), tokenizer()) is None
 
 
 def test_a_model_may_call_a_tool_before_it_answers_by_a_schema() -> None:
@@ -194,8 +194,8 @@ def test_schemas_have_bounds() -> None:
     patterns = {"patternProperties": {f"^{i}$": {} for i in range(101)}}
     for schema in (deep, patterns, {"description": "x" * 2**17}):
         with pytest.raises(RequestError, match="at most 131072, 100 and 100"):
-            forced.check_schema(schema)
-    forced.check_schema(STRICT)
+            constraints.check_schema(schema)
+    constraints.check_schema(STRICT)
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,22 +206,22 @@ def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
         while not until.is_set():
             sum(range(1000))
 
-    monkeypatch.setattr(forced, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(constraints, "COMPILE_SECONDS", 0.05)
     if sys.platform == "linux":
         with pytest.raises(RequestError, match=r"not compiled in 0.05 s of processor time"):
-            forced.within(work)
-    monkeypatch.setattr(forced, "LONGEST_WAIT", 0.2)
+            constraints.within(work)
+    monkeypatch.setattr(constraints, "LONGEST_WAIT", 0.2)
     with pytest.raises(ServerBusyError, match="Send the request again later"):
-        forced.within(until.wait)
+        constraints.within(until.wait)
     until.set()
-    assert forced.within(lambda: 1) == 1
+    assert constraints.within(lambda: 1) == 1
     for error in (ZeroDivisionError, TimeoutError):
 
         def failing(error: type[Exception] = error) -> None:
             raise error
 
         with pytest.raises(error):
-            forced.within(failing)
+            constraints.within(failing)
 
 
 def test_a_forced_call_makes_up_no_names_and_its_numbers_end() -> None:

@@ -1,10 +1,9 @@
-"""The exact distribution of speculative rounds, by going through every outcome in float64.
+"""The exact distribution of speculative rounds, enumerated in float64.
 
-For a draft token drawn from q, kept with chance a(x), and else replaced by a draw from r, what is
-emitted follows $q(y) a(y) + \\sum_x q(x) (1 - a(x)) r(y | x)$, the sum taken over every possible
-draft token, and that must be the target's p. So for a whole draft: its coins are independent, and
-each way that they may fall ends at some number of kept tokens and at one distribution of the token
-after. The functions that decide are those that the loop runs.
+A draft token is drawn from q. It is kept with probability a(x), and otherwise replaced by a draw
+from r. The emitted token then follows $q(y) a(y) + \\sum_x q(x) (1 - a(x)) r(y | x)$, and this must
+be the target's p. The coins of a whole draft are independent. Each result of all coins gives a
+number of kept tokens and a distribution of the next token. The loop runs the same functions.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ Outcomes = Iterator[tuple[Tokens, np.ndarray]]
 
 
 def state_after(state: int, tokens: Tokens) -> int:
-    """State that the tokens [n] lead to; 0 is where a text begins."""
     return reduce(moved_on, tokens, state)
 
 
 def moved_on(state: Any, token: Any) -> Any:
-    """State after one more token; different tokens lead to different states."""
+    """State after one more token. Different tokens lead to different states."""
+    # An arbitrary map. It makes the next distribution depend on all tokens so far.
     return (3 * state + 2 * token + 1) % NUM_STATES
 
 
@@ -50,11 +49,9 @@ class Source:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return int(self.probs.shape[-1])
 
     def after(self, state: int, tokens: Tokens) -> np.ndarray:
-        """Distribution [V] of the token after `tokens`."""
         row: np.ndarray = self.probs[state_after(state, tokens)]
         return row
 
@@ -65,10 +62,12 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Draft tokens drawn from a source, as long as `go_on` (state, number drafted) says so.
+    """Drafts drawn from a source.
 
-    declared, dropped_below: what is wrong with a drafter that declares another source, or takes
-    back a token whose chance was lower.
+    Attributes:
+        go_on: (state, number drafted) -> True if another token is drafted.
+        declared: the source that the drafter declares. None for the source that it draws from.
+        dropped_below: a fault: drop a drawn token if its probability was lower.
     """
 
     source: Source
@@ -77,7 +76,7 @@ class Drawn:
     dropped_below: float = 0.0
 
     def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        """Chance, tokens [k] and declared probs [k, V] of every draft that may be made."""
+        """Probability, tokens [k] and declared probs [k, V] of every possible draft."""
         declared = self.declared or self.source
         begun: list[tuple[float, Tokens, bool]] = [(1.0, (), True)]
         while begun:
@@ -88,19 +87,24 @@ class Drawn:
                 continue
             probs = self.source.probs[here]
             for token in np.flatnonzero(probs).tolist():
+                # A dropped token leaves the draft as it was, and ends it.
                 stays = bool(probs[token] >= self.dropped_below)
                 longer = (*tokens, token) if stays else tokens
                 begun.append((weight * probs[token], longer, stays))
 
 
 def up_to(length: int) -> Callable[[int, int], bool]:
-    """Always `length` tokens."""
     return lambda state, num_drafted: num_drafted < length
 
 
 @dataclass(frozen=True, eq=False)
 class ByRule:
-    """A rule by coins, which computes with what `to` makes of arrays; parents: of trees."""
+    """A rule that decides by coins.
+
+    Attributes:
+        parents: parent of each draft token in a tree. None for a chain.
+        to: converts arrays to the library that the rule computes with.
+    """
 
     rule: CoinRule | TreeCoinRule
     parents: Sequence[int] | None = None
@@ -112,43 +116,52 @@ class ByRule:
     def outcomes(
         self, target_probs: np.ndarray, tokens: Tokens, draft_probs: np.ndarray
     ) -> Outcomes:
-        """Of a draft [k] with declared probs [k, V]; target [k+1, V]."""
+        """Outcomes of a draft [k] with declared probs [k, V]. The target has probs [k+1, V]."""
         rule: Any = self.rule
-        given = self.to(target_probs), self.to(np.array(tokens, int)), self.to(draft_probs)
+        arrays = self.to(target_probs), self.to(np.array(tokens, int)), self.to(draft_probs)
         if self.parents is None:
-            heads, rows = rule.accept_probs(*given), None
+            accept_probs, rows = rule.accept_probs(*arrays), None
         else:
-            heads, rows = rule.judge(*given, self.parents)
-        heads = np.array(heads, np.float64)
+            accept_probs, rows = rule.judge(*arrays, self.parents)
+        accept_probs = np.array(accept_probs, np.float64)
         coins, paths, path_of = self.falls(len(tokens))
-        chances = np.where(coins, heads, 1 - heads).prod(axis=1)  # coins are independent
+        chances = np.where(coins, accept_probs, 1 - accept_probs).prod(
+            axis=1
+        )  # coins are independent
         for path, chance in zip(paths, np.bincount(path_of, chances), strict=True):
             if chance > 0:
+                # Row 0 follows the text, and row i + 1 follows draft token i.
                 end = path[-1] + 1 if path else 0
-                after = rule.next_probs(*given, self.to(end)) if rows is None else rows[end]
-                kept = tuple(tokens[node] for node in path)
-                yield kept, chance * np.array(after, np.float64)
+                after = rule.next_probs(*arrays, self.to(end)) if rows is None else rows[end]
+                accepted = tuple(tokens[node] for node in path)
+                yield accepted, chance * np.array(after, np.float64)
 
     def falls(self, size: int) -> tuple[np.ndarray, list[Tokens], list[int]]:
-        """All ways that coins may fall, the nodes that each keeps, and which of these it is."""
+        """All results of `size` coins.
+
+        Returns the coins [2^size, size], the different paths of accepted nodes, and the index of
+        the path for each row of coins.
+        """
         if size not in self._falls:
             rule: Any = self.rule
             coins = np.array(list(product([False, True], repeat=size)), bool)
             if self.parents is None:
-                kept = [tuple(range(int(rule.num_accepted(self.to(row))))) for row in coins]
+                accepted = [tuple(range(int(rule.num_accepted(self.to(row))))) for row in coins]
             else:
-                kept = [tuple(rule.find_path(row.tolist(), self.parents)) for row in coins]
-            paths = list(dict.fromkeys(kept))
-            self._falls[size] = coins, paths, [paths.index(path) for path in kept]
+                accepted = [tuple(rule.find_path(row.tolist(), self.parents)) for row in coins]
+            paths = list(dict.fromkeys(accepted))
+            self._falls[size] = coins, paths, [paths.index(path) for path in accepted]
         return self._falls[size]
 
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """Rounds of drafting and deciding, one after the other.
+    """Rounds of drafting and deciding.
 
-    drafting: its `drafts` (state) are made, as those of `Drawn`. deciding: its `outcomes` are what
-    comes of one draft, as those of `ByRule`; its `parents` say how the draft's tokens hang.
+    Attributes:
+        target: the source whose distribution the text should have.
+        drafting: a `Drawn`, or another object with `drafts(state)`.
+        deciding: a `ByRule`, or another object with `outcomes` and `parents`.
     """
 
     target: Source
@@ -157,13 +170,13 @@ class Rounds:
     _known: dict[int, dict[Tokens, np.ndarray]] = field(default_factory=dict, init=False)
 
     def outcomes_from(self, state: int) -> dict[Tokens, np.ndarray]:
-        """Outcomes of one round that begins in a state."""
         if state not in self._known:
             total: dict[Tokens, Any] = {}
             for weight, tokens, probs in self.drafting.drafts(state):
+                # sum over drafts: P(draft) P(accepted, next | draft)
                 rows = self.rows(state, tokens)
-                for kept, masses in self.deciding.outcomes(rows, tokens, probs):
-                    total[kept] = total.get(kept, 0) + weight * masses
+                for accepted, masses in self.deciding.outcomes(rows, tokens, probs):
+                    total[accepted] = total.get(accepted, 0) + weight * masses
             self._known[state] = total
         return self._known[state]
 
@@ -176,7 +189,7 @@ class Rounds:
         return np.stack([self.target.after(state, text) for text in texts])
 
     def joint(self, num_rounds: int, length: int) -> np.ndarray:
-        """Distribution [V, ..., V] of the first `length` tokens that so many rounds begin."""
+        """Distribution [V, ..., V] of the first `length` tokens of `num_rounds` rounds."""
         begun: dict[Tokens, float] = {(): 1.0}
         for _ in range(num_rounds):
             longer: dict[Tokens, float] = {}
@@ -184,26 +197,25 @@ class Rounds:
                 if len(text) >= length:
                     longer[text] = longer.get(text, 0) + weight
                     continue
-                for kept, masses in self.outcomes_from(state_after(0, text)).items():
+                for accepted, masses in self.outcomes_from(state_after(0, text)).items():
                     for token in np.flatnonzero(masses).tolist():
-                        emitted = (*text, *kept, token)[:length]
+                        emitted = (*text, *accepted, token)[:length]
                         longer[emitted] = longer.get(emitted, 0) + weight * masses[token]
+            # Texts that are long enough keep their weight in later rounds.
             begun = longer
         return continued(self.target, begun, length)
 
     def expected_accepted(self, state: int = 0) -> float:
-        """Draft tokens kept in a round, on average."""
         outcomes = self.outcomes_from(state).items()
-        return float(sum(len(kept) * masses.sum() for kept, masses in outcomes))
+        return float(sum(len(accepted) * masses.sum() for accepted, masses in outcomes))
 
     def total_variation(self, num_rounds: int, length: int) -> float:
-        """Distance of `joint` from the target's own distribution."""
-        own = continued(self.target, {(): 1.0}, length)
-        return total_variation(self.joint(num_rounds, length), own)
+        expected = continued(self.target, {(): 1.0}, length)
+        return total_variation(self.joint(num_rounds, length), expected)
 
 
 def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.ndarray:
-    """Distribution [V, ..., V] of texts that a source continues to a length."""
+    """Distribution [V, ..., V] of texts that `source` continues to `length` tokens."""
     vocab = np.arange(source.vocab_size)
     joint, states = np.zeros(()), np.zeros((), int)
     for size in range(length + 1):
@@ -211,52 +223,55 @@ def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.nda
             if len(tokens) == size:
                 joint[tokens] += weight
         if size < length:
+            # chain rule: P(text, token) = P(text) P(token | state of the text)
             joint = joint[..., None] * source.probs[states]
             states = moved_on(states[..., None], vocab)
     return joint
 
 
 def total_variation(a: np.ndarray, b: np.ndarray) -> float:
-    """Half the sum of all differences."""
     return float(np.abs(a - b).sum() / 2)
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The first tokens of a text under a rule, beside the target's own; [V, ..., V] both."""
+    """The first tokens of a text under a rule, and under the target.
+
+    Attributes:
+        got: probabilities [V, ..., V] under the rule.
+        expected: probabilities [V, ..., V] under the target.
+        how: the setting in words.
+    """
 
     got: np.ndarray
-    own: np.ndarray
+    expected: np.ndarray
     how: str
 
     @property
     def total_variation(self) -> float:
-        """Distance of the two."""
-        return total_variation(self.got, self.own)
+        return total_variation(self.got, self.expected)
 
     def __str__(self) -> str:
-        """The text whose chance is furthest off."""
-        worst = np.unravel_index(np.argmax(np.abs(self.got - self.own)), self.got.shape)
+        worst = np.unravel_index(np.argmax(np.abs(self.got - self.expected)), self.got.shape)
         return (
             f"{self.how}: the text {list(map(int, worst))} comes with a chance of "
-            f"{self.got[worst]:.4f}; expected {self.own[worst]:.4f}. Over {self.got.ndim} tokens "
-            f"the total variation is {self.total_variation:.2g}."
+            f"{self.got[worst]:.4f}; expected {self.expected[worst]:.4f}."
+            f" Over {self.got.ndim} tokens the total variation is {self.total_variation:.2g}."
         )
 
 
 def enumerated(rule: CoinRule, to: Callable[[Any], Any] = np.asarray) -> Iterator[Comparison]:
-    """Every outcome of a round on small vocabularies; distributions change with the text."""
     for target, draft, num_draft, how in pairs():
         rounds = Rounds(target, Drawn(draft, up_to(num_draft)), ByRule(rule, to=to))
-        own = continued(target, {(): 1.0}, num_draft + 1)
-        yield Comparison(rounds.joint(1, num_draft + 1), own, how)
+        expected = continued(target, {(): 1.0}, num_draft + 1)
+        yield Comparison(rounds.joint(1, num_draft + 1), expected, how)
 
 
 def pairs() -> Iterator[tuple[Source, Source, int, str]]:
-    """Targets and drafts, ordinary ones and the extremes, with K and with words for them."""
     for vocab_size, num_draft in SHAPES:
         p, q = sources(vocab_size, vocab_size + num_draft)
         sure, certain = Source(one_hots(q.probs)), Source(one_hots(p.probs))
+        # Zeros in p and in q test the divisions of a rule.
         likely = p.probs * (1 - one_hots(-p.probs))
         some = Source(likely / likely.sum(axis=-1, keepdims=True))
         drawn = (p, q), (p, p), (some, q), (q, some), (certain, q)
@@ -266,13 +281,11 @@ def pairs() -> Iterator[tuple[Source, Source, int, str]]:
 
 
 def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
-    """Target and draft."""
     rng = np.random.default_rng(seed)
     p, q = rng.dirichlet(np.full(vocab_size, 2.0), (2, NUM_STATES))
     return Source(p), Source(q)
 
 
 def one_hots(scores: np.ndarray) -> np.ndarray:
-    """Distributions with all mass on the largest of each row."""
     certain: np.ndarray = np.eye(scores.shape[-1])[np.argmax(scores, axis=-1)]
     return certain

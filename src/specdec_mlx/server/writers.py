@@ -29,12 +29,12 @@ from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.loading import Loaded
+from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.requests import ServerEndingError
-from specdec_mlx.server.tickets import ServedText
+from specdec_mlx.server.served_requests import ServedText
 
 
-def shared_options(loaded: Loaded, settings: ServerSettings) -> Options:
+def shared_options(loaded: LoadedModel, settings: ServerSettings) -> Options:
     """The options that all texts of a model have in common.
 
     On several ranks texts are on the stream on which the ranks talk to each other.
@@ -52,21 +52,20 @@ def shared_options(loaded: Loaded, settings: ServerSettings) -> Options:
 def options_of(text: ServedText, store: Callable[[ServedText], None]) -> dict[str, Any]:
     """The options of one text, by the names that the loop and a row of a batch have for them.
 
-    store: stores the caches of a prompt that is read in part.
+    Args:
+        store: stores the caches of a prompt that is read in part.
     """
     return {
         "max_tokens": text.max_tokens,
         "sampler": text.sampling,
         "seed": text.request.seed,
         "logits_processors": text.processors,
-        "prefill_stops": text.prompt.ends,
+        "prefill_stops": text.prompt.prefill_stops,
         "prompt_progress_callback": partial(text.was_read, store),
     }
 
 
-class WritingAlone:
-    """One text, written by the loop."""
-
+class SingleWriter:
     def __init__(self, text: ServedText, settings: ServerSettings) -> None:
         self.texts, self.settings = [text], settings
         self.generation: Generation | None = None
@@ -77,11 +76,12 @@ class WritingAlone:
         """True if the texts of the model can be rows."""
         return self.texts[0].loaded.has_rows
 
-    def join(self, text: ServedText) -> WritingTogether:
+    def join(self, text: ServedText) -> BatchWriter:
         """Write both as rows of a batch; this text goes on from its caches."""
         (before,) = self.texts
-        batch = WritingTogether(text.loaded, self.settings)
+        batch = BatchWriter(text.loaded, self.settings)
         try:
+            # Stores the caches, which `batch.join` fetches again.
             self._leave(before)
         except Exception as error:
             before.fail(error)
@@ -124,7 +124,6 @@ class WritingAlone:
         yield from generation.generate()
 
     def step(self) -> None:
-        """Read a part of the prompt, or write a token."""
         (text,) = self.texts
         try:
             # on other ranks than the first it may end before its end
@@ -167,10 +166,8 @@ class WritingAlone:
         text.store_caches(target.position, copy.deepcopy(target.caches))
 
 
-class WritingTogether:
-    """Several texts, written as the rows of one batch."""
-
-    def __init__(self, loaded: Loaded, settings: ServerSettings) -> None:
+class BatchWriter:
+    def __init__(self, loaded: LoadedModel, settings: ServerSettings) -> None:
         self.settings = settings
         self.texts = dict[int, ServedText]()
         self.batch = BatchGeneration(
@@ -189,7 +186,7 @@ class WritingTogether:
         """True if the batch has a row for one more text."""
         return len(self.texts) < self.batch.schedule.max_texts
 
-    def join(self, text: ServedText) -> WritingTogether:
+    def join(self, text: ServedText) -> BatchWriter:
         """Write a text, which begins or goes on, as one more row."""
         length = None if text.num_draft_tokens == "auto" else text.num_draft_tokens
         try:
@@ -199,7 +196,7 @@ class WritingTogether:
                 **options_of(text, self._store),
                 prompt_cache=caches,
                 num_read=num_read,
-                num_said=len(text.written),
+                num_said=len(text.generated),
                 drafting=OwnDrafting(without_readers(text.drafter), text.rule, length),
                 is_end=text.take if text.may_end_early else None,
                 stats=text.stats,
@@ -214,10 +211,12 @@ class WritingTogether:
 
     def step(self) -> None:
         """Read a part of a prompt, or write a token."""
+        # A copy, because `_fail` removes texts.
         for uid, text in list(self.texts.items()):
             try:
                 text.ticket.check()
             except ConnectionError as error:
+                # A client that hung up often sends the same conversation again.
                 self._store(text)
                 self._fail(uid, error)
         self._steps = self._steps or self.batch.steps()
@@ -231,6 +230,7 @@ class WritingTogether:
             for uid in self.texts.keys() - waiting:
                 self._fail(uid, error)
         else:
+            # The batch may yield a token of a text that has just left.
             if row is not None and row.uid in self.texts:
                 self._take(row)
 
@@ -244,12 +244,12 @@ class WritingTogether:
                 text.end()
                 if row.prompt_cache is not None:
                     text.store_caches(row.num_cached, row.prompt_cache, has_ended=True)
+                # Only now: `_fail` finds the text of an error above.
                 del self.texts[row.uid]
         except Exception as error:
             self._fail(row.uid, error)
 
     def close(self, error: Exception) -> None:
-        """End all texts."""
         for uid in list(self.texts):
             self._fail(uid, error)
         if self._steps is not None:
@@ -274,8 +274,8 @@ class WritingTogether:
                     text.store_caches(alone.rewind_to(num_known), alone.caches)
 
 
-Writing = WritingAlone | WritingTogether
-"""Texts that are written. Nobody but `WritingAlone.join` tells the two ways apart."""
+Writer = SingleWriter | BatchWriter
+"""Texts that are written. Nobody but `SingleWriter.join` tells the two ways apart."""
 
 
 def without_readers(drafter: Drafter | None) -> Drafter | None:
