@@ -32,7 +32,7 @@ from specdec_mlx.lab.bench.record import Record, load_record
 from specdec_mlx.lab.bench.replay import record_of_sessions, replay_text
 from specdec_mlx.lab.prompts import RecordedText
 
-LONGEST = 15  # with the token before it a draft fills a pass of 16, the widest that is measured
+LONGEST = 63  # with the token before it a draft fills a pass of 64; beyond 16 costs go on by tiles
 PROBE_AFTER = 16  # rounds without drafting, after which one token is drafted again
 DECAY = 0.9  # of moving averages, for each round
 
@@ -152,10 +152,20 @@ class Caps(Described):
     """A cap from measured costs and one acceptance rate, as mlx-dspark describes it.
 
     With acceptance a, a draft of d tokens brings (1 - a^(d + 1)) / (1 - a). The cap is at most 7,
-    and the policy parks where no cap beats plain decoding.
+    and the policy parks where no cap beats plain decoding. Look-ups draft up to 32 tokens after
+    longer matches; that a draft may be as long as its match is our reading.
     """
 
     rate = 0.5
+
+    def limit(self, part: str, cheap: bool) -> int:
+        """The cap; more may be asked of a look-up, and `cut` decides by the match."""
+        length = super().limit(part, cheap)
+        return 32 if cheap and length else length
+
+    def cut(self, part: str, draft: Draft) -> int:
+        """The cap, or the length of the match if that is longer."""
+        return min(len(draft), max(super().limit(part, True), draft.match))
 
     def best(self) -> int:
         """The cap, or 0."""
@@ -230,7 +240,7 @@ def scores(
         samples = [replay_text(text, drafter, make(), cost, **options) for text in texts]
         found[name] = [(sample.plain_seconds, sample.decode_seconds) for sample in samples]
     options.pop("max_tokens")
-    bounds = [length_oracle(text, drafter, cost, **options) for text in texts]
+    bounds = [length_oracle(text, drafter, cost, longest=LONGEST, **options) for text in texts]
     found[ORACLE] = [(bound.plain_seconds, bound.decode_seconds) for bound in bounds]
     return found
 
