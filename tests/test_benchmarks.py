@@ -59,6 +59,7 @@ COMMANDS = {
     "online": "--model {model} --draft-model {model} --texts 2 --held-out 1 --max-tokens 8",
     "papers": "--help",
     "peers": "--peer mlx-dspark --help",
+    "policies": "{texts} --curve m3-max",
     "prior": "{texts} --drafter ngram",
     "recorded_drafts": "{texts} --draft-model {model} --json {out}",
     "recorded_tops": "{texts} --model {model} --json {out}",
