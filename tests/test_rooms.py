@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 22_680,
-    "library": 125_090,
+    "library": 125_200,
     "lab": 71_250,
     "server": 43_650,
 }

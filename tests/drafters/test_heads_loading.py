@@ -284,6 +284,22 @@ def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:
     assert drafter.tokenizer is not None
 
 
+OPTIONS_OF_OTHER_FORMATS: list[tuple[str, dict[str, Any]]] = [
+    ("eagle3", {"pre_norm": True}),
+    ("eagle3", {"norms_less_one": False}),
+    ("eagle1", {"norms_less_one": True}),
+    ("mtp_qwen3_5", {"layers": [1]}),
+]
+
+
+@in_one_test(("name", "option"), OPTIONS_OF_OTHER_FORMATS)
+def test_an_option_without_meaning_for_a_format_is_refused(name, option, tmp_path):
+    reference = heads.reference(name)
+    folder = reference.write(tmp_path / f"{name} {[*option]}")
+    with pytest.raises(HeadError, match=f"{next(iter(option))} has no meaning for this format"):
+        sd.load_head(folder, reference.target(), **option)
+
+
 OTHERS = ["mimo", "ernie4_5_moe", "bailing_moe", "bailing_hybrid", "bailing_moe_v3"]
 
 

@@ -370,6 +370,7 @@ def load_head(
         kind = kind_of(files.config, files.weight_map)
         form = formats().get(kind or "")
         if form is not None and form.load is not None:
+            _check_options(files, variant, ())
             loaded: HeadDrafter | ModelDrafter = form.load(files, target, variant, options)
             return loaded
         if form is None or form.build is None:
@@ -399,6 +400,16 @@ def _explained(files: HeadFiles) -> Iterator[None]:
         ) from error
 
 
+def _check_options(files: HeadFiles, variant: Variant, apply: Collection[str]) -> None:
+    for name in ("layers", "pre_norm", "norms_less_one"):
+        if name not in apply and getattr(variant, name) is not None:
+            known = ", ".join(sorted(apply)) or "none of these options"
+            raise HeadError(
+                f"{files.name}: {name} has no meaning for this format, which takes {known}. "
+                f"Leave {name} out."
+            )
+
+
 def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) -> Head:
     check_sizes(files, anatomy)
     check_width(files, anatomy, width_read(files.config))
@@ -409,13 +420,17 @@ def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) ->
     source = HeadSource(files, anatomy, tensors, variant)
     assert form.build is not None
     head = form.build(source)
+    apply = {"layers"} if isinstance(head, LayersHead) else {"pre_norm"}
+    if form.weights is _mtp_weights:
+        apply.add("norms_less_one")
+    _check_options(files, variant, apply)
     # d2t holds the distance from the id in the draft vocabulary to the id in the target.
     if (offsets := tensors.get("d2t")) is not None:
         ids = offsets + mx.arange(offsets.shape[0])
         head.add_weights(tokens=ids)
     for layer in head.features.layers:
         files.check_number("a layer that it reads", layer, 0, anatomy.num_layers - 1)
-    if variant.pre_norm is not None and not isinstance(head, LayersHead):
+    if variant.pre_norm is not None:
         head.read_state(before_norm=variant.pre_norm)
     _set_weights(head, form.weights(head, source), anatomy.dtype)
     return head
