@@ -213,7 +213,7 @@ DESCRIBED: dict[str, type[Described]] = {
 OF_SESSIONS = ("m1-m2", "m3-max", "m4-pro", "m5-max-27b")
 """Curves for sessions, which are as long as hundreds of prompts."""
 
-AUTO, BEST, ORACLE = "`auto`", "best fixed K for each curve", "length oracle"
+AUTO, BEST, ORACLE = "**`auto`**", "best fixed K for each curve", "length oracle"
 
 
 def scores(
