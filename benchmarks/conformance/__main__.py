@@ -84,8 +84,10 @@ def page(results: dict[str, dict[str, Any]], date: str) -> str:
     ]
     for name in names:
         lines += ["", f"### {name}", "", f"Called: {results[name]['calls']}.", ""]
-        given = results[name]["answers"].items()
-        lines += [f"- {column}: {answer['word']}. {answer['evidence']}" for column, answer in given]
+        lines += ["| question | answer | evidence |", "|---|---|---|"]
+        for column, answer in results[name]["answers"].items():
+            evidence = answer["evidence"].replace("|", "\\|")
+            lines.append(f"| {column} | {answer['word']} | {evidence} |")
     return "\n".join(lines) + "\n"
 
 
