@@ -314,8 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(rows), flush=True)
         lines += rows
     if args.page:
-        words = args.page.read_text().partition(MARK)[0] if args.page.exists() else ""
-        args.page.write_text(words + MARK + "\n" + "\n".join(lines))
+        words = args.page.read_text("utf-8").partition(MARK)[0] if args.page.exists() else ""
+        args.page.write_text(words + MARK + "\n" + "\n".join(lines), "utf-8")
     return 0
 
 

@@ -111,15 +111,15 @@ def main() -> int:
         parser.error("name a folder for the environments, such as /tmp/conformance")
     args.folder.mkdir(parents=True, exist_ok=True)
     kept = args.folder / "answers.json"
-    results = json.loads(kept.read_text()) if kept.exists() else {}
+    results = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
     for name in args.peer or PEERS:
         results[name] = ask(name, args.folder)
-        kept.write_text(json.dumps(results, indent=1))
+        kept.write_text(json.dumps(results, indent=1), "utf-8")
     results = {name: results[name] for name in PEERS if name in results}
     table = page(results, datetime.date.today().isoformat())
     if args.page:
-        words = args.page.read_text().partition(MARK)[0] if args.page.exists() else ""
-        args.page.write_text(words + MARK + "\n" + table)
+        words = args.page.read_text("utf-8").partition(MARK)[0] if args.page.exists() else ""
+        args.page.write_text(words + MARK + "\n" + table, "utf-8")
     else:
         print(table)
     return 0

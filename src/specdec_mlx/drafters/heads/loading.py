@@ -207,6 +207,7 @@ def _gemma4(source: HeadSource) -> Head:
 def _pard(
     files: HeadFiles, target: nn.Module, variant: Variant, options: dict[str, Any]
 ) -> PardDrafter:
+    _check_options(files, variant, ())
     model, tokenizer = load_model(files.name)
     mask = files.config["pard_token"]
     files.check_number("pard_token", mask, 0, anatomy_for_head(model).vocab_size - 1)
@@ -370,7 +371,6 @@ def load_head(
         kind = kind_of(files.config, files.weight_map)
         form = formats().get(kind or "")
         if form is not None and form.load is not None:
-            _check_options(files, variant, ())
             loaded: HeadDrafter | ModelDrafter = form.load(files, target, variant, options)
             return loaded
         if form is None or form.build is None:
