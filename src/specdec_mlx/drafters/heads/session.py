@@ -81,14 +81,7 @@ class HeadReader(DraftSource):
     def see(self, features: FeatureRows) -> None:
         for unread in self.takers:
             unread.add(self.head.rows(features))
-        self.read_if_many()
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        super().observe(tokens)
-        self.read_if_many()
-
-    def read_if_many(self) -> None:
-        # Waiting states take memory.
+        # Waiting states take memory. The tokens of all but the latest states are known here.
         if self.reads_alone and self.waiting.num_rows >= MOST_WAITING:
             mx.async_eval(self.read())
 
