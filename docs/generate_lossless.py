@@ -55,12 +55,17 @@ def ways() -> dict[str, tuple[Deciding, dict]]:
     return rules
 
 
+def distances(deciding: Deciding, how: dict) -> list[float]:
+    """Total variation of the text after 1, 2 and 3 rounds of a way to decide."""
+    rounds = Rounds(TARGET, Drawn(DRAFT, up_to(2), **how), deciding)
+    return [rounds.total_variation(n, longest_joint(3, n, 2)) for n in (1, 2, 3)]
+
+
 def enumerated() -> str:
     """Table of the largest distance and of accepted tokens on the stated example."""
     lines = ["| rule | distance | kept, K = 1 | K = 3 |", "|---|---|---|---|"]
     for name, (deciding, how) in ways().items():
-        rounds = Rounds(TARGET, Drawn(DRAFT, up_to(2), **how), deciding)
-        largest = max(rounds.total_variation(n, longest_joint(3, n, 2)) for n in (1, 2, 3))
+        largest = max(distances(deciding, how))
         cells = ["< 1e-12" if largest < ZERO else f"{largest:.3f}"]
         for k in (1, 3):
             kept = Rounds(TARGET, Drawn(DRAFT, up_to(k), **how), deciding).expected_accepted()

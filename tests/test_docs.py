@@ -379,6 +379,9 @@ def test_the_table_of_distances_is_current_and_tells_right_from_wrong() -> None:
         name, distance = [cell.strip() for cell in line.strip("|").split("|")][:2]
         is_exact = not name.startswith(("lossy: ", "wrong: "))
         assert (distance == "< 1e-12") == is_exact, name
+        # a wrong rule shows after every number of rounds
+        shortest = min(generator.distances(*generator.ways()[name]))
+        assert (shortest < generator.ZERO) == is_exact, name
     assert all(f"`{name}`" in page or f'`"{name}"`' in page for name in rule_names())
 
 
