@@ -180,7 +180,8 @@ class Caps(Described):
 class Streaks(Described):
     """A depth that follows streaks: two full acceptances add one, two misses in a row take one.
 
-    After MTPLX's description of its adaptive depth, which begins at 3 and may end at 0.
+    Our reading of MTPLX's adaptive depth, which was seen described as streaks. The start at 3 and
+    the streaks of two are ours.
     """
 
     depth, hits, misses = 3, 0, 0
