@@ -228,6 +228,22 @@ class RoundRecord:
         return self.seconds - self.draft_seconds
 
 
+class KeptStates(ABC):
+    """Where drafters keep their sides of conversations between generations.
+
+    A state is a list of caches that hold the first tokens of a text. It belongs to one loaded
+    model or head.
+    """
+
+    @abstractmethod
+    def fetch(self, owner: nn.Module, tokens: Sequence[int]) -> tuple[list[Any] | None, int]:
+        """A state that the caller may change, or None, and how many of `tokens` it holds."""
+
+    @abstractmethod
+    def store(self, owner: nn.Module, tokens: Sequence[int], caches: list[Any]) -> None:
+        """Keep caches that hold exactly `tokens`. The caller gives them up."""
+
+
 @dataclass(frozen=True)
 class DraftContext:
     """The generation as far as a drafter may know it.
@@ -242,6 +258,7 @@ class DraftContext:
         tokenizer: the target's, or None.
         draft_cache: the caller's caches for a draft model, to be kept in step with the text, or
             None.
+        kept: where the drafter finds and leaves its state of the conversation, or None.
         prefill_step_size: most positions of the prompt in one pass.
         target_caches: for drafters that run layers of the target: the number of tokens in the
             caches (`position`) and their contents (`keys_values`), of which nothing may be kept.
@@ -259,6 +276,7 @@ class DraftContext:
     vocab_size: int | None = None
     tokenizer: Any = None
     draft_cache: list[Any] | None = None
+    kept: KeptStates | None = None
     prefill_step_size: int = 2048
     target_caches: Verifier | None = None
     shared_drafts: Callable[..., Session] | None = None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,6 +31,7 @@ from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Drafter,
+    KeptStates,
     Origin,
     Outcome,
     RoundRecord,
@@ -39,6 +40,7 @@ from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.duck_typed import as_drafter
+from specdec_mlx.kept import StatesOnCache
 from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import OptionArguments, Options, noise_of
 from specdec_mlx.ranks import Ranks, SharedDrafting
@@ -55,6 +57,9 @@ from specdec_mlx.sequence import (
 )
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target import LazyPass, StepwisePass, Verifier, check_model
+
+if TYPE_CHECKING:
+    from specdec_mlx.exactness.feature_feed import FeatureFeed
 
 SHORT = 8  # texts of at most so many tokens are drafted from their first pass on
 
@@ -140,6 +145,8 @@ def speculate(
         raise argument_error("stop", how.stop, instead)
     caches, draft_cache = split_cache(model, how.prompt_cache, how)
     history, num_unnamed = history_of(how.prompt_cache and caches, how.history)
+    # A drafter's state would begin with the wrong positions behind unnamed tokens.
+    kept = None if how.prompt_cache is None or num_unnamed else StatesOnCache(how.prompt_cache)
     generation = assemble(
         model,
         prompt_tokens,
@@ -147,6 +154,7 @@ def speculate(
         how,
         caches,
         draft_cache=draft_cache,
+        kept=kept,
         group=group_of(model),
         history=history,
     )
@@ -167,6 +175,7 @@ class Generation:
         is_pipelined: each pass is launched before the token of the pass before it is known.
         hit_rate: moving average of the rounds that accepted at least one draft token.
         failure: exception of the drafter, raised after the accepted tokens were handed out.
+        fed_from: first position of the latest pass.
     """
 
     target: Verifier
@@ -181,6 +190,7 @@ class Generation:
     has_begun: bool = False
     is_prefilled: bool = False
     failure: Exception | None = None
+    fed_from: int = 0
 
     @cached_property
     def reader(self) -> PromptReader:
@@ -285,7 +295,7 @@ class Generation:
         self.clock.launch_begins()
         # Pending tokens are in the text and not in the caches. After a rejection on recurrent
         # caches there are several.
-        start = self.target.rollback.position
+        self.fed_from = start = self.target.rollback.position
         pending, embeddings = sequence.tokens[start:], None
         if sequence.embeddings is not None:
             embeddings = sequence.embeddings_from(start, len(pending))
@@ -300,6 +310,7 @@ class Generation:
         if not is_plain or not self.sequence.wants_more(besides=1):
             return None
         self.clock.launch_begins()
+        self.fed_from = self.target.rollback.position
         with mx.stream(self.options.stream):
             # `token` is a lazy array: its value stays on the device, and the host does not wait for
             # it.
@@ -411,7 +422,8 @@ class Generation:
 
     def feed(self, num_tokens: int) -> None:
         """Feed at most `num_tokens` of the next tokens of the text, to fill the caches only."""
-        start, size = self.target.rollback.position, min(num_tokens, self.options.prefill_step_size)
+        self.fed_from = start = self.target.rollback.position
+        size = min(num_tokens, self.options.prefill_step_size)
         tokens = mx.array(self.sequence.tokens[start : start + size], mx.uint32)
         self.target.feed(tokens, self.sequence.embeddings_from(start, size))
         if self.drafting.features is not None:
@@ -422,7 +434,7 @@ class Generation:
 
         After a failed prefill the caches return to where they were before it.
         """
-        self.drafting.features = None
+        features, self.drafting.features = self.drafting.features, None
         with mx.stream(self.options.stream):
             caches = self.options.prompt_cache if self.drafting.agree_on_end() else None
             sequence = self.sequence
@@ -431,8 +443,14 @@ class Generation:
             close_all(
                 lambda: bring_caches_to(end, self.target, caches, self.feed),
                 lambda: remember(caches if sequence.has_prompt else None, sequence.tokens[:end]),
+                lambda: self.show_last(features, end),
                 lambda: self.drafting.close(end),
             )
+
+    def show_last(self, features: FeatureFeed | None, end: int) -> None:
+        # A drafter that keeps its state goes on behind the row of the last token.
+        if features is not None and self.context.kept is not None:
+            features.show_last(self.fed_from, end)
 
 
 def tokens_of(current: Round, outcome: Outcome, stats: SpeculationStats) -> list[Token]:
@@ -589,6 +607,7 @@ def assemble(
     caches: list[Any],
     *,
     draft_cache: list[Any] | None = None,
+    kept: KeptStates | None = None,
     group: mx.distributed.Group | None = None,
     length: DraftLength | None = None,
     num_read: int = 0,
@@ -606,6 +625,7 @@ def assemble(
         options: how the text is generated.
         caches: the target's caches, which hold the prompt's first `num_read` tokens.
         draft_cache: a draft model's caches, kept by the caller.
+        kept: where drafters keep their states of the conversation, or None.
         group: the ranks that the model is spread over. None for a model that is complete on each.
         length: a draft length that replaces the draft length of `options`.
         num_read: tokens of the prompt that are in the caches.
@@ -630,7 +650,7 @@ def assemble(
     target = Verifier(model, rollback, options, noise=noise, probe=probe)
     check_ids(prompt, target.vocab_size)
     context = target.draft_context(options.tokenizer, draft_cache)
-    context = replace(context, **{"num_unseen": len(history)} | (of_batch or {}))
+    context = replace(context, **{"num_unseen": len(history), "kept": kept} | (of_batch or {}))
     if drafter is not None:
         drafter.check(context)
     if length is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import LRUPromptCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 import tiny
 from lossless import (
@@ -41,7 +41,7 @@ from scripted import Recorder
 from selection import FULL, cases, each
 from specdec_mlx import ModelDrafter
 from specdec_mlx.caches import Rollback, leaves
-from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
+from specdec_mlx.kept import StatesOnCache
 from specdec_mlx.target import Verifier
 
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
@@ -239,9 +239,10 @@ def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
     text, proposed = again.proposals[0]
     assert text == [*said, first.token]
     assert proposed == plain_text(draft_model, [*said, first.token], len(proposed)).tokens
-    kept: Any = keeping_caches(ModelDrafter(draft_model), LRUPromptCache())
-    begin(kept)
-    caches, rest = kept.store.fetch_nearest_cache(kept.place, said)
+    own = make_prompt_cache(case.model)
+    begin(ModelDrafter(draft_model), prompt_cache=own)
+    caches, num_held = StatesOnCache(own).fetch(draft_model, said)
+    rest = said[num_held:]
     assert len(rest) < 20
     afresh = draft_model(mx.array([said]), cache=make_prompt_cache(draft_model))[0, -1]
     got = draft_model(mx.array([rest]), cache=caches)[0, -1]

@@ -21,8 +21,7 @@ from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, takes_model
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.lab.papers.recycling import SuccessorTable
 from specdec_mlx.memory.persistent import fingerprint_of
-from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
-from specdec_mlx.server.prefixes import Prefixes
+from specdec_mlx.server.kept import place_of
 from tiny_model_folder import write_model_folder
 
 NUM_TOKENS = 32
@@ -67,7 +66,6 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "cascade, remembering": lambda: lab.Cascade(
         named(MODEL_DRAFTER), sd.SuffixDrafter(sd.Memory())
     ),
-    "as a server has it": lambda: keeping_caches(named(MODEL_DRAFTER), Prefixes(10)),
 }
 """Whatever is kept from text to text, alone or in a combination, and a draft model."""
 
@@ -152,11 +150,11 @@ def test_what_was_made_for_one_tokenizer_is_refused_by_another(made: str, tmp_pa
 
 def test_each_loaded_draft_model_has_a_place_of_its_own_among_kept_caches() -> None:
     """Addresses come again, where one model is dropped and the next one loaded."""
-    store, places = Prefixes(10), set()
+    places = set()
     for seed in range(50):
         model = nn.Linear(1, seed + 1)
-        place = keeping_caches(sd.ModelDrafter(model), store).place  # type: ignore[attr-defined]
-        assert place == keeping_caches(sd.ModelDrafter(model), store).place  # type: ignore[attr-defined]
+        place = place_of(model)
+        assert place == place_of(model)
         places.add(place)
         del model
     assert len(places) == 50

@@ -244,6 +244,7 @@ class BatchGeneration:
                 "target_caches": None,
                 "shared_drafts": self._shared_drafts if self.passes.is_together else None,
                 "num_unseen": request.num_read,
+                "kept": request.kept,
             },
         )
         generation.begin()

@@ -47,7 +47,7 @@ class DraftSource(ABC):
     """Makes the logits of a text's drafts. It follows the text and computes steps beyond its end.
 
     Attributes:
-        tokens: the text, without the first `num_unseen` tokens of the prompt.
+        tokens: the text, without the tokens `skipped` of the prompt.
         at_once: `begin_draft` makes the `logits` [n, V] of a whole draft. Otherwise `next_logits`
             makes them token by token.
         places: rows in `logits`, of the end of the text and of each node of the draft.
@@ -56,10 +56,12 @@ class DraftSource(ABC):
     at_once = False
     logits: mx.array
 
-    def __init__(self, prompt: Sequence[int], context: DraftContext, num_unseen: int = 0) -> None:
+    def __init__(
+        self, prompt: Sequence[int], context: DraftContext, skipped: range = range(0)
+    ) -> None:
         self.context = context
-        self.num_unseen = num_unseen
-        self.tokens = list(prompt)[num_unseen:]
+        self.num_skipped = len(skipped)
+        self.tokens = [*prompt[: skipped.start], *prompt[skipped.stop :]]
         self.num_prompt = len(self.tokens)
         self.places = [0]  # in `logits`, of the text's end and of the draft's nodes
 
@@ -97,7 +99,7 @@ class DraftSource(ABC):
     def close(self, length: int) -> None:
         """End the generation after the first `length` tokens of prompt and output."""
         if self.context.on_close is not None:
-            self.context.on_close(self, self.tokens[: length - self.num_unseen])
+            self.context.on_close(self, self.tokens[: length - self.num_skipped])
 
 
 class WritingSession(Session):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from specdec_mlx.caches import (
     states_of,
     wait_for,
 )
-from specdec_mlx.contracts import DraftContext, Drafter, Session
+from specdec_mlx.contracts import DraftContext, Drafter, KeptStates, Session
 from specdec_mlx.drafters.draft_sources import (
     DraftSource,
     Parents,
@@ -36,6 +37,7 @@ from specdec_mlx.drafters.shared_vocabulary import (
     log_foreign,
     shared_between,
 )
+from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids
@@ -145,9 +147,24 @@ class ModelReader(DraftSource):
         self.drafter = drafter
         self.model = drafter.model
         self.callers_cache = context.draft_cache
-        self.rollback = Rollback.of(self.model, self.callers_cache)
+        caches, num_held = self.callers_cache, 0
+        if caches is None and context.kept is not None:
+            caches, num_held = context.kept.fetch(self.model, prompt[:-1])
+        self.rollback = Rollback.of(self.model, caches)
         if self.callers_cache is not None:  # in step with the target's
-            self.rollback.position = min(context.num_unseen, self.rollback.end)
+            num_held = min(context.num_unseen, self.rollback.end)
+        self.rollback = Rollback(self.rollback.caches, num_held)
+
+    @property
+    def keeps(self) -> bool:
+        """True if its caches outlive the generation."""
+        return self.callers_cache is not None or self.kept is not None
+
+    @property
+    def kept(self) -> KeptStates | None:
+        """Where its caches are kept. None if they are the caller's or the target's."""
+        is_own = self.context.draft_cache is None and not self.is_lent
+        return self.context.kept if is_own else None
 
     @property
     def is_lent(self) -> bool:
@@ -194,13 +211,25 @@ class ModelReader(DraftSource):
         return self.rollback.forward(self.model, ids, call)
 
     def close(self, length: int) -> None:
-        """Bring the caller's caches to exactly the first `length` tokens."""
+        """Bring the caller's caches to exactly the first `length` tokens, or keep the model's."""
         if self.callers_cache is not None:
             with refused_after_failure(self.callers_cache):
                 self.rollback.rewind_to(length)
                 self.read_to(length)
                 mx.async_eval(states_of(self.callers_cache))
+        elif self.kept is not None:
+            self.keep(length, self.kept)
         super().close(length)
+
+    def keep(self, length: int, kept: KeptStates) -> None:
+        """Store the caches up to the last of the first `length` tokens that the model has read."""
+        # Caches that cannot go back are not worth keeping.
+        with suppress(CacheRollbackError):
+            self.rollback.rewind_to(length)
+            if num_read := self.rollback.position:
+                caches = self.rollback.caches
+                mx.async_eval(states_of(caches))
+                kept.store(self.model, self.tokens[:num_read], caches)
 
     def hand_over(self) -> Rollback:
         """Read the text and give the caches to a batch. After this the reader only counts."""
@@ -209,9 +238,12 @@ class ModelReader(DraftSource):
         self.rollback = Rollback([], handed.position, base=handed.base)
         return handed
 
-    def take_back(self, rollback: Rollback) -> None:
-        """Leave the caller's caches as they are in `rollback`, and stop reading."""
-        self.callers_cache, self.rollback = None, rollback
+    def take_back(self, caches: list[Any]) -> None:
+        """Take the caches back from a batch, as they are."""
+        if self.callers_cache is not None:
+            self.callers_cache[:] = caches
+            caches, self.callers_cache = self.callers_cache, None
+        self.rollback = Rollback(caches, self.rollback.position)
 
     @property
     def num_held(self) -> int:

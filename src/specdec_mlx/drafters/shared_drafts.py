@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
-from specdec_mlx.caches import Rollback, wait_for
+from specdec_mlx.caches import wait_for
 from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, FeatureRows, GoesOn, Session
 from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.drawing import ChainDraws, truncate
@@ -156,18 +156,13 @@ class DraftPasses:
             self.update()
             self.read_ahead(1)
 
-    def leave(self, session: SharedSession, length: int) -> None:
-        """Give a draft model's caches back to their caller, with `length` tokens of the text."""
-        if self.is_head:
-            return
-        caches, rollback = session.source.callers_cache, session.source.rollback
-        if session in self.sessions and caches is not None:
-            rollback.rewind_to(length)
+    def leave(self, session: SharedSession) -> None:
+        """Give a source its caches back, with the text that they hold, if it keeps them."""
+        if session in self.sessions and session.source.keeps:
+            session.source.hold_draft(0)
             self.go_back()
-            fresh = make_prompt_cache(self.model)
-            caches[:] = self.caches.extract(self.sessions.index(session), fresh)
-            rollback = Rollback(caches, rollback.position)
-        session.source.take_back(rollback)
+            row = self.sessions.index(session)
+            session.source.take_back(self.caches.extract(row, make_prompt_cache(self.model)))
 
 
 class SharedSession(Session):
@@ -232,5 +227,5 @@ class SharedSession(Session):
 
     def close(self, length: int) -> None:
         self.has_ended = True
-        self.passes.leave(self, length)
+        self.passes.leave(self)
         self.alone.close(length)

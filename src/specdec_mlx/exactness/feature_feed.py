@@ -75,6 +75,15 @@ class FeatureFeed:
             mx.eval(rows.layers, rows.head_input, rows.top_tokens)
         self._show(rows, num_rows, start, range(num_rows))
 
+    def show_last(self, start: int, end: int) -> None:
+        """Show the rows before `end` of the latest pass, unless rows before the pass are missing.
+
+        The pass began at `start`. It may not have been read.
+        """
+        if start <= self._num_shown < end:
+            rows, num_rows = self._target.fed_features()
+            self._show(rows, num_rows, start, range(min(num_rows, end - start)))
+
     def show_round(self, current: Round, outcome: Outcome, start: int) -> None:
         """Show a round's states: of the pending tokens from `start` on, and of accepted tokens."""
         rows = current.under_way.features

@@ -58,7 +58,7 @@ class Engine:
         self.prefixes = Prefixes(
             num_models * settings.prompt_cache_size, settings.prompt_cache_bytes
         )
-        # of draft models, which the first rank alone has
+        # of drafters, which the first rank alone has
         self.draft_caches = self.prefixes
         if self.ranks.are_several:
             self.draft_caches = Prefixes(settings.prompt_cache_size)

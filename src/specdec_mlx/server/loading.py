@@ -54,6 +54,7 @@ class LoadedModel:
         requested_draft_model: name and drafter of the draft model that a request named last.
         has_rows: its texts can be rows of one batch.
         prefix_files: files of the caches of its texts.
+        head_files: files of the states of heads, by the place of the head among the prefixes.
         closing: closed when the model is freed.
     """
 
@@ -69,6 +70,7 @@ class LoadedModel:
     requested_draft_model: tuple[str, Drafter | None] = ("", None)
     has_rows: bool = False
     prefix_files: PrefixFiles | None = None
+    head_files: dict[Any, PrefixFiles | None] = field(default_factory=dict)
     closing: ExitStack = field(default_factory=ExitStack)
 
     @property

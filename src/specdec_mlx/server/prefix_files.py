@@ -25,11 +25,13 @@ import mlx.nn as nn
 import msgspec
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_lm_caches
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import ArraysCache, load_prompt_cache, save_prompt_cache
 
 from specdec_mlx.caches import leaves, wait_for
+from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.files import read_text
-from specdec_mlx.server.prefixes import Prefix, States, num_common, stateful
+from specdec_mlx.kept import LatestRows, num_common
+from specdec_mlx.server.prefixes import Prefix, States, stateful
 
 if TYPE_CHECKING:
     from specdec_mlx.server.flags import ServerSettings
@@ -44,16 +46,18 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     """The metadata of a file.
 
     Attributes:
-        key: of the model that made the caches.
+        key: of the model or the head that made the caches.
         tokens: of the whole text.
         points: ascending positions of the stored states; None if the caches can go back to any.
         layers: number of the text's own caches, which come before the states.
+        of_head: the last of these caches holds the latest rows that a head has read.
     """
 
     key: str
     tokens: Annotated[list[int], msgspec.Meta(min_length=1)]
     points: list[int] | None
     layers: Annotated[int, msgspec.Meta(ge=1)]
+    of_head: bool = False
 
     @classmethod
     def of(cls, path: Path) -> Header:
@@ -91,7 +95,7 @@ class PrefixFiles:
             try:
                 header = Header.of(path)
                 if header.key != key:
-                    raise ValueError(f"it is of the model {header.key}")
+                    raise ValueError(f"it is of another model or head, {header.key}")
                 self._headers[path] = header
             # whatever MLX says of what is no file of its own
             except Exception as error:
@@ -114,6 +118,8 @@ class PrefixFiles:
             flat = load_prompt_cache(str(path))
             wait_for(flat)
             caches, rest = flat[: header.layers], iter(flat[header.layers :])
+            if header.of_head:
+                caches[-1] = latest_rows(caches[-1], len(header.tokens))
             of_point = stateful(caches)
             at = {p: [next(rest) for _ in of_point] for p in header.points or ()}
             # The time of its last use: `_delete_oldest` sorts by it.
@@ -127,11 +133,18 @@ class PrefixFiles:
     def save(self, prefix: Prefix) -> None:
         """Write the caches of a text, in the place of those of a part of it."""
         tokens, points = prefix.tokens, sorted(prefix.at)
-        flat = [*prefix.caches, *chain.from_iterable(prefix.at[p] for p in points)]
+        caches, of_head = prefix.caches, isinstance(prefix.caches[-1], LatestRows)
+        if of_head:
+            caches = [*caches[:-1], stored_rows(caches[-1])]
+        flat = [*caches, *chain.from_iterable(prefix.at[p] for p in points)]
         if not all(hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)):
             return  # of a class that mlx-lm does not read
         header = Header(
-            self.key, tokens, points if stateful(prefix.caches) else None, len(prefix.caches)
+            self.key,
+            tokens,
+            points if stateful(prefix.caches) else None,
+            len(prefix.caches),
+            of_head,
         )
         part = self.folder / f"{PART}{os.getpid()}.safetensors"
         try:
@@ -171,6 +184,29 @@ class PrefixFiles:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+def stored_rows(latest: LatestRows) -> ArraysCache:
+    """The rows in a cache of mlx-lm's, for a file."""
+    stored = ArraysCache(2)
+    # MLX does not write empty arrays.
+    rows = mx.concatenate([latest.rows, mx.zeros((1, latest.rows.shape[1]), latest.rows.dtype)])
+    stored.cache = [rows, mx.array([latest.num_skipped])]
+    return stored
+
+
+def latest_rows(stored: ArraysCache, num_tokens: int) -> LatestRows:
+    """The reverse of `stored_rows`, for a text of `num_tokens`."""
+    rows, num_skipped = stored.cache
+    return LatestRows(rows[:-1], num_tokens, num_skipped.item())
+
+
+def files_for_head(head: Head, files: PrefixFiles | None) -> PrefixFiles | None:
+    """The files of a head's states, beside the files of its target's caches."""
+    if files is None:
+        return None
+    key = content_digest(head, [files.key, head.kind, *head.notes()])[:16]
+    return PrefixFiles(files.folder, key, files.most_bytes)
 
 
 def files_for(loaded: LoadedModel, settings: ServerSettings) -> PrefixFiles | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.caches import Rollback, leaves, strategy_for
 from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.kept import num_common
 
 if TYPE_CHECKING:
     from specdec_mlx.server.prefix_files import PrefixFiles
@@ -76,18 +77,6 @@ class Prefix:
             reached = rollback.rewind_to(position)
         at = {p: states for p, states in self.at.items() if p < reached}
         return Prefix(self.place, self.tokens[:reached], caches, at)
-
-
-def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the longest common beginning of two texts."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:  # halves are compared at once: texts are long
-        half = (least + most + 1) // 2
-        if one[least:half] == other[least:half]:
-            least = half
-        else:
-            most = half - 1
-    return least
 
 
 class Prefixes:

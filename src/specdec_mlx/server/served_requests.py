@@ -20,12 +20,13 @@ from specdec_mlx.drafters.grammar import (
     compiled_tokenizer,
 )
 from specdec_mlx.loop import Token
-from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches, predicting
+from specdec_mlx.mlx_lm_plugin.drafter_wrappers import predicting
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.constraints import ThoughtBudget, grammar_for, within
 from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.kept import ServedStates
 from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.prefixes import Prefixes
@@ -163,6 +164,7 @@ class ServedText:
     Attributes:
         generated: token ids so far.
         prefixes: where the target's caches are stored.
+        kept: where drafters keep their states.
         may_end_early: another token than the end token may end the text.
         is_batched: the text was written beside others at its end.
         stats: the account of the speculation, None before the first token.
@@ -179,10 +181,12 @@ class ServedText:
         """Raises RequestError and ValueError for a wrong request.
 
         Args:
-            draft_caches: where draft models store their caches.
+            draft_caches: where drafters store their states.
         """
         self.ticket, self.request, self.prefixes = ticket, ticket.request, prefixes
         self.loaded, self.prompt = preparation.loaded, preparation.prompt
+        # A drafter reads the conversation again only from where it has changed.
+        self.kept = ServedStates(draft_caches, self.loaded)
         self.max_tokens, self.flags = preparation.max_tokens, models.flags
         self.generated = list[int]()
         self.stats: SpeculationStats | None = None
@@ -197,11 +201,8 @@ class ServedText:
         processors = make_logits_processors(**request.penalties)
         self.processors: list[LogitsProcessor] = processors
         self.drafter, self.drafter_name = models.drafters.choose(request, self.loaded)
-        if self.drafter is not None:
-            if preparation.prediction:
-                self.drafter = predicting(self.drafter, preparation.prediction)
-            # A draft model reads the conversation again only from where it has changed.
-            self.drafter = keeping_caches(self.drafter, draft_caches)
+        if self.drafter is not None and preparation.prediction:
+            self.drafter = predicting(self.drafter, preparation.prediction)
         grammar, thought, budget = preparation.grammar, prompt.thought, request.thought_budget
         if thought is not None and budget is not None and budget < self.max_tokens:
             processors.append(ThoughtBudget(thought, budget, len(prompt.tokens)))

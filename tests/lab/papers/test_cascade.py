@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import LRUPromptCache
 from test_stepwise import WAYS
 
 import specdec_mlx as sd
@@ -26,8 +25,9 @@ from specdec_mlx.contracts import Draft, DraftContext, Session, Step
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.papers.cascade import CascadeSession
 from specdec_mlx.lab.proof.enumeration import Tokens, state_after
-from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
 from specdec_mlx.sampling import Noise
+from specdec_mlx.server.kept import ServedStates
+from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.token_ids import to_list
 
 EXACT = 1e-6  # declared distributions come out of the session in float32
@@ -165,14 +165,13 @@ def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
     """The draft model of a cascade reads what is new alone, and what is drafted is the same."""
     model = Counting(target("llama", 1))
     drafter = lab.Cascade(sd.ModelDrafter(model), "suffix", num_first=2)
-    kept = keeping_caches(drafter, LRUPromptCache())
-    assert kept.key == drafter.key
     context = replace(context_of(0.0), prefill_step_size=4)
+    kept = replace(context, kept=ServedStates(Prefixes(10)))
     said = [*PROMPT, 9, 31, 17]
     proposed, passes = [], []
-    for drafting, prompt in ((kept, PROMPT), (kept, said), (drafter, said)):
+    for known, prompt in ((kept, PROMPT), (kept, said), (context, said)):
         model.num_passes = 0
-        begun: Any = drafting.begin(prompt, context)
+        begun: Any = drafter.begin(prompt, known)
         draft = begun.propose_while(6, lambda evidence: Step.GO_ON)
         proposed.append(to_list(draft.tokens))
         passes.append(model.num_passes)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 import command_line
 import distribution
@@ -23,6 +23,7 @@ from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.heads.drafter import anatomy_for_head
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
+from specdec_mlx.kept import StatesOnCache
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM
 from specdec_mlx.lab.training import online
 from specdec_mlx.lab.training.fitting import Updates
@@ -30,7 +31,6 @@ from specdec_mlx.lab.training.learner import Learner
 from specdec_mlx.lab.training.online import Bounds, OnlineDrafter, OnlineTrainer, learning_on
 from specdec_mlx.lab.training.run import PLAN, Data, Plan, train
 from specdec_mlx.lab.training.trainees import Size, Trainee
-from specdec_mlx.mlx_lm_plugin.drafter_wrappers import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.server.flags import ServerSettings
@@ -223,9 +223,15 @@ def test_caches_between_turns_are_those_of_the_weights_of_each(loaded, learning)
     """A server keeps none, as it does for a draft model that stays as it is; those that a caller
     keeps end where the text does, which is plain decoding's.
     """
-    (target, tokenizer), store = loaded, LRUPromptCache()
-    assert [keeping_caches(learning, store)] == [learning]
-    assert keeping_caches(learning.drafter, store) is not learning.drafter
+    target, tokenizer = loaded
+    own = make_prompt_cache(target)
+    for drafter, is_kept in ((learning, False), (learning.drafter, True)):
+        said = sd.generate(
+            *(target, tokenizer, TEXT), drafter=drafter, prompt_cache=own, max_tokens=12
+        )
+        tokens = [*tokenizer.encode(TEXT), *said.tokens]
+        assert (StatesOnCache(own).fetch(learning.model, tokens)[0] is not None) == is_kept
+        own = make_prompt_cache(target)
     caches = [*make_prompt_cache(target), *make_prompt_cache(learning.model)]
     plain = make_prompt_cache(target)
     for turn in (TEXT, "and then the hat ", "in the end "):

@@ -93,6 +93,7 @@ class Head(nn.Module):  # type: ignore[misc]
         width: numbers in one of the head's own states.
         vocabulary: tokens of its logits, or None for the target's vocabulary.
         pre_norm: the head reads the target's state before the final norm.
+        has_state: its drafts depend on more than the target's latest state.
     """
 
     kind = ""
@@ -103,6 +104,7 @@ class Head(nn.Module):  # type: ignore[misc]
     width: int
     vocabulary: DraftVocabulary | None = None
     pre_norm = False
+    has_state = True
 
     def add_weights(
         self, embeddings: int = 0, logits: int = 0, tokens: mx.array | None = None

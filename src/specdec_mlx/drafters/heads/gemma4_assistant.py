@@ -62,7 +62,7 @@ class AssistantSource(DraftSource):
     keys_values: ReadsCache | None = None
 
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(prompt, context, context.num_unseen)
+        super().__init__(prompt, context, range(context.num_unseen))
         self.head = head
 
     def see(self, features: FeatureRows) -> None:

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
-from specdec_mlx.caches import states_of
+from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.draft_sources import Parents, places_after
 from specdec_mlx.drafters.drawing import match_vocab
@@ -43,7 +43,7 @@ class BlockSource(HeadReader):
 
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(head, prompt, context, [UnreadStates()])
-        self.cache = head.make_cache()
+        self.cache = self.caches or head.make_cache()
         self.at_once = not head.corrects
 
     def begin_draft(self, limit: int) -> int:
@@ -68,6 +68,11 @@ class BlockSource(HeadReader):
         if self.waiting.num_rows:
             self.head.read(self.waiting.take(self.waiting.num_rows), self.cache)
         return states_of(self.cache)
+
+    def finish(self, num_read: int) -> list[Any]:
+        self.read()
+        Rollback(self.cache, self.waiting.start).rewind_to(num_read)
+        return self.cache
 
 
 def block_options(config: Config) -> Config:
@@ -299,6 +304,7 @@ class Medusa(Head):
     kind = "Medusa"
     source = BlockSource
     corrects = False
+    has_state = False
 
     def __init__(
         self, num_heads: int, num_layers: int, anatomy: Anatomy, *, own_heads: int = 0

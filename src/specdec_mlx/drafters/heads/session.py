@@ -16,15 +16,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 
 from specdec_mlx.caches import Rollback, states_of
-from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
+from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows, KeptStates
 from specdec_mlx.drafters.draft_sources import DraftSource, Parents
+from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.kept import KEPT_ROWS, LatestRows
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.trees.tree_pass import next_level, pass_over, patch_ropes, takes_trees, view_of
+
+MOST_CUT = 64  # rows of drafts and of replays that may lie behind the end of a text
 
 
 class UnreadStates:
@@ -59,31 +65,104 @@ class UnreadStates:
 
 
 class HeadReader(DraftSource):
-    """Follows a text for a head. Positions of earlier turns in the target's caches are not read.
+    """Follows a text for a head.
+
+    Of positions of earlier turns in the target's caches, the head knows what a kept state holds.
+    A state holds n tokens: caches of n - `num_open` positions, and the latest rows. A reader whose
+    state lacks positions before the next row leaves these positions out of its text.
 
     Attributes:
         takers: the unread states of all layers that read the target's states.
         waiting: the unread states of the first layer.
         reads_alone: many waiting states are read by this reader. False in a batch, which reads the
             states of all its texts together.
+        num_open: last positions of a text that can be read only with the tokens after them.
+        caches: caches of the kept state, or None.
+        latest: the latest rows that were shown, in arrays of one or more rows.
     """
 
     reads_alone = True
+    num_open = 0
 
     def __init__(
         self, head: Any, prompt: Sequence[int], context: DraftContext, takers: list[UnreadStates]
     ) -> None:
-        super().__init__(prompt, context, context.num_unseen)
+        num_unseen, self.caches, rows = context.num_unseen, None, None
+        num_read, first = 0, num_unseen
+        self.kept = context.kept if head.has_state else None
+        if self.kept is not None and num_unseen:
+            caches, num_held = self.kept.fetch(head, prompt[:num_unseen])
+            if caches is not None:
+                *caches, latest = caches
+                num_read = num_held - self.num_open - latest.num_skipped
+                if num_read > 0:
+                    self.caches = caches
+                if num_held == num_unseen and latest.rows.shape[0] >= self.num_open:
+                    rows, first = latest.rows, num_held - self.num_open
+        if self.caches is None:
+            num_read, first, rows = 0, num_unseen, None
+        super().__init__(prompt, context, range(num_read, first))
+        self.prompt = prompt
         self.head = head
         self.takers = takers
         self.waiting = takers[0]
+        for unread in takers:
+            unread.start = num_read
+        self.latest: list[mx.array] = []
+        self.num_latest = 0
+        if rows is not None and self.num_open:
+            self.remember(rows)
+            for unread in takers:
+                unread.add(rows[-self.num_open :])
 
     def see(self, features: FeatureRows) -> None:
+        rows = self.head.rows(features)
         for unread in self.takers:
-            unread.add(self.head.rows(features))
+            unread.add(rows)
+        if self.kept is not None and self.num_open:
+            self.remember(rows)
         # Waiting states take memory. The tokens of all but the latest states are known here.
         if self.reads_alone and self.waiting.num_rows >= MOST_WAITING:
             mx.async_eval(self.read())
+
+    def remember(self, rows: mx.array) -> None:
+        self.latest.append(rows)
+        self.num_latest += rows.shape[0]
+        while self.num_latest - self.latest[0].shape[0] >= KEPT_ROWS + MOST_CUT:
+            self.num_latest -= self.latest.pop(0).shape[0]
+
+    def close(self, length: int) -> None:
+        super().close(length)
+        # The rows of the last tokens may be unknown, and the last tokens need not be wanted.
+        end = min(length - self.num_skipped, self.waiting.start + self.waiting.num_rows)
+        if self.kept is not None and end > self.num_open:
+            with suppress(CacheRollbackError):
+                self.keep(end, self.kept)
+
+    @property
+    def keeps(self) -> bool:
+        """True if its caches outlive the generation."""
+        return self.kept is not None
+
+    def keep(self, end: int, kept: KeptStates) -> None:
+        """Store the state of the first `end` tokens of this reader's text."""
+        num_shown = self.waiting.start + self.waiting.num_rows
+        del self.tokens[end:]
+        caches = self.finish(end - self.num_open)
+        rows = mx.zeros((0, 1))
+        if self.num_open and self.latest:
+            joined = mx.concatenate(self.latest)
+            stop = joined.shape[0] - (num_shown - end)
+            # Indices copy the rows, where a slice would keep all of them in memory.
+            rows = joined[mx.arange(max(0, stop - KEPT_ROWS), max(0, stop))]
+        text = [*self.prompt, *self.tokens[self.num_prompt :]][: end + self.num_skipped]
+        mx.async_eval(states_of(caches), rows)
+        latest = LatestRows(rows, len(text), self.num_skipped)
+        kept.store(self.head, text, [*caches, latest])
+
+    @abstractmethod
+    def finish(self, num_read: int) -> list[Any]:
+        """Bring the caches to exactly the first `num_read` positions, and return them."""
 
     @abstractmethod
     def read(self) -> list[Any]:
@@ -129,8 +208,15 @@ class RecurrentSource(HeadReader):
         self.first = self.levels[0]
         # s_k(t) = layer_k(s_{k-1}(t), embed(x_{t+1+k})) if chained, else layer_k(h_t, ...)
         takers = self.levels[:1] if head.chained else self.levels
+        self.num_open = len(self.levels)
         super().__init__(head, prompt, context, [level.unread for level in takers])
         self.state: mx.array | None = None
+        if self.caches is not None:
+            caches = iter(self.caches)
+            for level in self.levels:
+                level.unread.start = self.waiting.start
+                own = list(islice(caches, len(level.rollback.caches)))
+                level.rollback = Rollback(own, self.waiting.start)
 
     @property
     def takes_trees(self) -> bool:
@@ -211,6 +297,16 @@ class RecurrentSource(HeadReader):
         self.read_pairs(except_last=1)
         states = [array for level in self.levels for array in states_of(level.rollback.caches)]
         return [*states, *(level.unread.parts for level in self.levels[1:])]
+
+    def take_back(self, caches: list[Any]) -> None:
+        """Take the caches back from a batch. They hold all pairs that were read."""
+        self.first.rollback = Rollback(caches, self.waiting.start)
+
+    def finish(self, num_read: int) -> list[Any]:
+        self.read_pairs()
+        for level in self.levels:
+            level.rollback.rewind_to(num_read)
+        return [cache for level in self.levels for cache in level.rollback.caches]
 
     def read_pairs(self, except_last: int = 0) -> None:
         """Drop the draft, and read the complete pairs. `except_last` applies to the first layer."""
