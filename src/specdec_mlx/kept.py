@@ -31,24 +31,29 @@ class LatestRows:
         rows: [r, W], of the last r positions of the text.
         offset: positions of the text.
         num_skipped: positions that the head was not shown.
+        states: of layers that read each other's states, those that were not read. A cut drops them.
     """
 
-    def __init__(self, rows: mx.array, offset: int, num_skipped: int) -> None:
+    def __init__(
+        self, rows: mx.array, offset: int, num_skipped: int, states: Sequence[mx.array] = ()
+    ) -> None:
         self.rows, self.offset, self.num_skipped = rows, offset, num_skipped
+        self.states = list(states)
 
     @property
-    def state(self) -> mx.array:
-        return self.rows
+    def state(self) -> list[mx.array]:
+        return [self.rows, *self.states]
 
     @property
     def nbytes(self) -> int:
-        return int(self.rows.nbytes)
+        return sum(int(array.nbytes) for array in self.state)
 
     def empty(self) -> bool:
         return False
 
     def trim(self, num_positions: int) -> int:
         self.offset -= num_positions
+        self.states = []
         self.rows = self.rows[: max(0, self.rows.shape[0] - num_positions)]
         return num_positions
 
@@ -106,7 +111,8 @@ class StatesOnCache(KeptStates):
         return None, 0
 
     def store(self, owner: nn.Module, tokens: Sequence[int], caches: list[Any]) -> None:
-        others = [state for state in self._states() if state.owner() not in (None, owner)]
+        # Modules are compared by identity, because they are dicts of arrays.
+        others = [s for s in self._states() if s.owner() is not None and s.owner() is not owner]
         state = _State(weakref.ref(owner), array("q", tokens).tobytes(), caches)
         self._set([*others[1 - MOST_OWNERS :], state])
 

@@ -1,9 +1,10 @@
-"""A drafter's side of a conversation: it goes on as if the conversation had not been interrupted."""
+"""A drafter goes on in a later turn as if the conversation had not been interrupted."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import cache
 from itertools import islice
@@ -22,7 +23,7 @@ from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.kept import StatesOnCache
+from specdec_mlx.kept import KEPT_ROWS, MOST_OWNERS, NAME, LatestRows, StatesOnCache
 from specdec_mlx.token_ids import to_list
 
 LAYERS = ("step3p5", "mimo_v2_flash")  # several layers, chained and side by side
@@ -81,7 +82,7 @@ def closed(number: int) -> Turn:
     return turn
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     pass
 
 
@@ -93,11 +94,11 @@ def failing(model: nn.Module, drafter: Drafter, caches: list[Any]) -> list[int]:
         nonlocal calls
         calls += 1
         if calls > 20:
-            raise Broken
+            raise BrokenError
         return logits
 
     how = {"max_tokens": 40, "prompt_cache": caches, "logits_processors": [processor]}
-    with suppress(Broken):
+    with suppress(BrokenError):
         text += (token.token for token in sd.speculate(model, FIRST, drafter, **HOW | how))
     assert len(FIRST) < len(text) < len(FIRST) + 40
     return text
@@ -109,10 +110,10 @@ def failing_in_prompt(model: nn.Module, drafter: Drafter, caches: list[Any]) -> 
 
     def progress(done: int, total: int) -> None:
         if done > 4:
-            raise Broken
+            raise BrokenError
 
     how = {"prefill_step_size": 3, "prompt_progress_callback": progress}
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenError):
         said(model, FIRST, drafter, max_tokens=9, prompt_cache=caches, **how)
     return text
 
@@ -158,7 +159,7 @@ ENDS: dict[str, Turn] = {
 
 
 @pytest.fixture
-def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """What is proposed, draft by draft."""
     proposed: list[list[int]] = []
     propose = WritingSession.propose
@@ -170,7 +171,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
         return draft
 
     monkeypatch.setattr(WritingSession, "propose", noted)
-    yield proposed
+    return proposed
 
 
 def after(
@@ -210,3 +211,118 @@ def test_the_kept_state_is_what_makes_the_drafts_alike(
     monkeypatch.setattr(StatesOnCache, "fetch", lambda *_: (None, 0))
     resumed, whole = after(kind, "length", drafts)
     assert resumed != whole
+
+
+# What is not trusted ------------------------------------------------------------------------------
+
+
+def resumed_by(
+    kind: str, caches: list[Any], prompt: list[int], drafts: list[list[int]], **how: Any
+) -> list[list[int]]:
+    model, drafter = pair(kind)
+    drafts.clear()
+    said(model, prompt, drafter, max_tokens=16, prompt_cache=caches, **how)
+    return list(drafts)
+
+
+@in_one_test("kind", ["eagle3", "dflash"])
+def test_a_state_is_for_the_head_that_made_it(kind: str, drafts: list[list[int]]) -> None:
+    """Another head of the same kind begins anew, as it does without a state."""
+    model, drafter = pair(kind)
+    other = HeadDrafter(heads.random_head(heads.HEADS[kind], model, seed=8))
+    expected = []
+    for first in (drafter, None):
+        caches = make_prompt_cache(model)
+        said(model, FIRST, first, max_tokens=12, prompt_cache=caches)
+        drafts.clear()
+        said(model, THEN, other, max_tokens=16, prompt_cache=caches)
+        expected.append(list(drafts))
+    assert expected[0] == expected[1]
+    assert expected[0] != resumed_by(kind, caches, THEN, drafts)
+
+
+@in_one_test("kind", ["eagle3", "dflash", "draft model"])
+def test_a_state_of_other_tokens_is_cut_or_left_out(kind: str, drafts: list[list[int]]) -> None:
+    """A caller who wrote on the caches elsewhere, names other tokens, or put an earlier state on
+    them: the text is the same, and positions that nobody named are not counted as read."""
+    model, drafter = pair(kind)
+
+    def second_turn(change: Callable[[list[Any]], Any], **how: Any) -> Any:
+        caches = make_prompt_cache(model)
+        text = said(model, FIRST, drafter, max_tokens=12, prompt_cache=caches)
+        change(caches)
+        plain = copy.deepcopy(caches)
+        drafts.clear()
+        given = said(model, THEN, drafter, max_tokens=16, prompt_cache=caches, **how)
+        assert given == said(model, THEN, None, max_tokens=16, prompt_cache=plain)
+        return [*FIRST, *text], StatesOnCache(caches)
+
+    def written_elsewhere(caches: list[Any]) -> None:
+        model(mx.array([[7, 8, 9]]), cache=caches)
+
+    text, states = second_turn(written_elsewhere)
+    before, _ = states.fetch(owner_of(kind), [*text, *THEN])
+    assert before is not None, "the state of the first turn, since none was stored behind it"
+    assert len(states._states()) == 0
+    wrong = [*FIRST[:20], *(9 for _ in range(22))]
+    second_turn(lambda caches: None, history=wrong)
+    held = second_turn(lambda caches: trim_prompt_cache(caches, 42), history=[])[1]
+    caches, length = held.fetch(owner_of(kind), THEN)
+    assert (caches is not None, length) == (True, len(THEN))
+
+
+def owner_of(kind: str) -> nn.Module:
+    drafter: Any = pair(kind)[1]
+    model: nn.Module = drafter.model
+    return model
+
+
+@in_one_test("kind", ["eagle3", "dflash"])
+def test_behind_a_far_cut_a_head_goes_on_without_the_row_before_the_cut(
+    kind: str, drafts: list[list[int]]
+) -> None:
+    """And after a turn of another drafter without the positions of that turn; later turns go on
+    from there."""
+    model, drafter = pair(kind)
+    for far in (True, False):
+        caches = make_prompt_cache(model)
+        text = said(model, FIRST, drafter, max_tokens=KEPT_ROWS + 20, prompt_cache=caches)
+        if far:
+            trim_prompt_cache(caches, KEPT_ROWS + 10)
+            text = [*FIRST, *text][: -KEPT_ROWS - 10]
+        else:
+            text = [*FIRST, *text, *THEN]
+            text += said(model, THEN, None, max_tokens=5, prompt_cache=caches)
+        for _ in range(3):
+            expected = said(model, THEN, None, max_tokens=9, prompt_cache=copy.deepcopy(caches))
+            assert said(model, THEN, drafter, max_tokens=9, prompt_cache=caches) == expected
+            text += [*THEN, *expected]
+        state, length = StatesOnCache(caches).fetch(drafter.head, text)  # type: ignore[attr-defined]
+        assert length == len(text)
+        assert state is not None
+        skipped = 0 if far and kind == "dflash" else 1 if far else 9
+        assert state[-1].num_skipped in (skipped, skipped + (not far and kind == "eagle3"))
+        is_open = int(kind == "eagle3")
+        assert state[0].offset == len(text) - state[-1].num_skipped - is_open
+
+
+def test_states_are_few_and_go_with_their_owners() -> None:
+    """The latest of so many drafters; a drafter that is gone takes its state along; rows that go
+    far back are not kept."""
+    model = heads.target()
+    caches = make_prompt_cache(model)
+    drafters = [
+        HeadDrafter(heads.random_head(heads.eagle1, model, seed)) for seed in range(MOST_OWNERS + 2)
+    ]
+    said(model, FIRST * 4, drafters[0], max_tokens=4, prompt_cache=caches)
+    (state,) = getattr(caches[0], NAME)
+    assert isinstance(state.caches[-1], LatestRows)
+    assert state.caches[-1].rows.shape[0] == KEPT_ROWS
+    for drafter in drafters:
+        said(model, THEN, drafter, max_tokens=4, prompt_cache=caches)
+    owners = [id(state.owner()) for state in getattr(caches[0], NAME)]
+    assert owners == [id(drafter.head) for drafter in drafters[2:]]
+    del drafters, drafter
+    gc.collect()
+    said(model, THEN, sd.ModelDrafter(model), max_tokens=4, prompt_cache=caches)
+    assert len(getattr(caches[0], NAME)) == 1

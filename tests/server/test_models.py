@@ -374,7 +374,7 @@ def test_a_draft_model_reads_a_conversation_once(folder: Path, tmp_path: Path) -
     with running(folder, flags=with_flags(choice=choice, num_draft_tokens=2)) as engine:
         first = ask(engine, prompt=PROMPT)
         places = [entry.place for entry in settled(engine).prefixes.entries]
-        assert sum(place[0] == "draft model" for place in places if isinstance(place, tuple)) == 1
+        assert sum(place[0] == "drafter" for place in places if isinstance(place, tuple)) == 1
         again = ask(engine, prompt=PROMPT + first.text + " and")
         assert len(settled(engine).prefixes.entries) == 2
         assert again.ended

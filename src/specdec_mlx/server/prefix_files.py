@@ -188,17 +188,17 @@ def _digest(path: Path) -> str:
 
 def stored_rows(latest: LatestRows) -> ArraysCache:
     """The rows in a cache of mlx-lm's, for a file."""
-    stored = ArraysCache(2)
+    stored = ArraysCache(2 + len(latest.states))
     # MLX does not write empty arrays.
     rows = mx.concatenate([latest.rows, mx.zeros((1, latest.rows.shape[1]), latest.rows.dtype)])
-    stored.cache = [rows, mx.array([latest.num_skipped])]
+    stored.cache = [rows, mx.array([latest.num_skipped]), *latest.states]
     return stored
 
 
 def latest_rows(stored: ArraysCache, num_tokens: int) -> LatestRows:
     """The reverse of `stored_rows`, for a text of `num_tokens`."""
-    rows, num_skipped = stored.cache
-    return LatestRows(rows[:-1], num_tokens, num_skipped.item())
+    rows, num_skipped, *states = stored.cache
+    return LatestRows(rows[:-1], num_tokens, num_skipped.item(), states)
 
 
 def files_for_head(head: Head, files: PrefixFiles | None) -> PrefixFiles | None:

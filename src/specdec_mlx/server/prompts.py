@@ -14,12 +14,12 @@ from typing import Any
 
 from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.generation import encode
+from specdec_mlx.kept import num_common
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.constraints import reads_calls
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.loading import LONGEST_TEXT
 from specdec_mlx.server.pictures import SeenPrompt, Sight, replace_pictures
-from specdec_mlx.server.prefixes import num_common
 from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 

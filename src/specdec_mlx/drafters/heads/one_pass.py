@@ -25,6 +25,8 @@ from specdec_mlx.drafters.heads.drafter import Config, Head, spread, within
 from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadReader, UnreadStates
+from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.kept import LatestRows
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 
@@ -42,8 +44,8 @@ class BlockSource(HeadReader):
     states: mx.array
 
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
+        self.cache = head.make_cache()
         super().__init__(head, prompt, context, [UnreadStates()])
-        self.cache = self.caches or head.make_cache()
         self.at_once = not head.corrects
 
     def begin_draft(self, limit: int) -> int:
@@ -69,10 +71,16 @@ class BlockSource(HeadReader):
             self.head.read(self.waiting.take(self.waiting.num_rows), self.cache)
         return states_of(self.cache)
 
-    def finish(self, num_read: int) -> list[Any]:
+    def take_state(self, caches: list[Any], latest: LatestRows, end: int, has_rows: bool) -> bool:
+        self.cache = caches
+        self.waiting.reset(end)
+        return True
+
+    def finish(self, end: int, rows: mx.array) -> tuple[list[Any], list[mx.array]]:
         self.read()
-        Rollback(self.cache, self.waiting.start).rewind_to(num_read)
-        return self.cache
+        if Rollback(self.cache, self.waiting.start).rewind_to(end) != end:
+            raise CacheRollbackError("the head's caches cannot go back")
+        return self.cache, []
 
 
 def block_options(config: Config) -> Config:

@@ -50,6 +50,12 @@ class UnreadStates:
         self.parts.append(rows)
         self.num_rows += rows.shape[0]
 
+    def reset(self, start: int, rows: mx.array | None = None) -> None:
+        """Replace all states by `rows`, from the position `start` on."""
+        self.start, self.num_rows, self.parts = start, 0, []
+        if rows is not None:
+            self.add(rows)
+
     def first(self, num_rows: int) -> mx.array:
         # Joined only when read, because each verdict adds a few rows.
         self.parts = [mx.concatenate(self.parts)]
@@ -68,17 +74,17 @@ class HeadReader(DraftSource):
     """Follows a text for a head.
 
     Of positions of earlier turns in the target's caches, the head knows what a kept state holds.
-    A state holds n tokens: caches of n - `num_open` positions, and the latest rows. A reader whose
-    state lacks positions before the next row leaves these positions out of its text.
+    If the state lacks positions before the next row, the reader leaves them out of its text.
 
     Attributes:
         takers: the unread states of all layers that read the target's states.
         waiting: the unread states of the first layer.
         reads_alone: many waiting states are read by this reader. False in a batch, which reads the
             states of all its texts together.
-        num_open: last positions of a text that can be read only with the tokens after them.
-        caches: caches of the kept state, or None.
+        num_open: last positions of a text that not all layers can read before later tokens.
+        kept: where the state is kept, or None.
         latest: the latest rows that were shown, in arrays of one or more rows.
+        num_latest: number of these rows.
     """
 
     reads_alone = True
@@ -87,33 +93,40 @@ class HeadReader(DraftSource):
     def __init__(
         self, head: Any, prompt: Sequence[int], context: DraftContext, takers: list[UnreadStates]
     ) -> None:
-        num_unseen, self.caches, rows = context.num_unseen, None, None
-        num_read, first = 0, num_unseen
-        self.kept = context.kept if head.has_state else None
-        if self.kept is not None and num_unseen:
-            caches, num_held = self.kept.fetch(head, prompt[:num_unseen])
-            if caches is not None:
-                *caches, latest = caches
-                num_read = num_held - self.num_open - latest.num_skipped
-                if num_read > 0:
-                    self.caches = caches
-                if num_held == num_unseen and latest.rows.shape[0] >= self.num_open:
-                    rows, first = latest.rows, num_held - self.num_open
-        if self.caches is None:
-            num_read, first, rows = 0, num_unseen, None
-        super().__init__(prompt, context, range(num_read, first))
-        self.prompt = prompt
         self.head = head
+        self.prompt = prompt
         self.takers = takers
         self.waiting = takers[0]
-        for unread in takers:
-            unread.start = num_read
+        self.kept = context.kept if head.has_state else None
         self.latest: list[mx.array] = []
         self.num_latest = 0
-        if rows is not None and self.num_open:
-            self.remember(rows)
-            for unread in takers:
-                unread.add(rows[-self.num_open :])
+        super().__init__(prompt, context, self.resume(context.num_unseen))
+
+    def resume(self, num_unseen: int) -> range:
+        """Take a kept state, if there is one. Returns the positions to leave out of the text."""
+        caches: list[Any] | None = None
+        if self.kept is not None and num_unseen:
+            caches, num_held = self.kept.fetch(self.head, self.prompt[:num_unseen])
+        if caches is None:
+            return range(num_unseen)
+        *caches, latest = caches
+        # Positions are counted without those that the head was never shown.
+        end = num_held - latest.num_skipped
+        has_rows = num_held == num_unseen and latest.rows.shape[0] >= self.num_open
+        if end <= self.num_open or not self.take_state(caches, latest, end, has_rows):
+            return range(num_unseen)
+        if has_rows and self.num_open:
+            self.remember(latest.rows)
+        first_row = num_held - self.num_open if has_rows else num_unseen
+        return range(end - self.num_open, first_row)
+
+    @abstractmethod
+    def take_state(self, caches: list[Any], latest: LatestRows, end: int, has_rows: bool) -> bool:
+        """Go on from the caches of `end` positions. False if that is impossible.
+
+        has_rows: the latest rows go up to the next row. Otherwise positions between are missing,
+            so the last `num_open` positions are dropped.
+        """
 
     def see(self, features: FeatureRows) -> None:
         rows = self.head.rows(features)
@@ -146,23 +159,26 @@ class HeadReader(DraftSource):
 
     def keep(self, end: int, kept: KeptStates) -> None:
         """Store the state of the first `end` tokens of this reader's text."""
-        num_shown = self.waiting.start + self.waiting.num_rows
-        del self.tokens[end:]
-        caches = self.finish(end - self.num_open)
         rows = mx.zeros((0, 1))
-        if self.num_open and self.latest:
+        if self.num_open:
             joined = mx.concatenate(self.latest)
-            stop = joined.shape[0] - (num_shown - end)
+            stop = joined.shape[0] - (self.waiting.start + self.waiting.num_rows - end)
             # Indices copy the rows, where a slice would keep all of them in memory.
             rows = joined[mx.arange(max(0, stop - KEPT_ROWS), max(0, stop))]
+        del self.tokens[end:]
+        caches, states = self.finish(end, rows)
         text = [*self.prompt, *self.tokens[self.num_prompt :]][: end + self.num_skipped]
-        mx.async_eval(states_of(caches), rows)
-        latest = LatestRows(rows, len(text), self.num_skipped)
+        mx.async_eval(states_of(caches), rows, states)
+        latest = LatestRows(rows, len(text), self.num_skipped, states)
         kept.store(self.head, text, [*caches, latest])
 
     @abstractmethod
-    def finish(self, num_read: int) -> list[Any]:
-        """Bring the caches to exactly the first `num_read` positions, and return them."""
+    def finish(self, end: int, rows: mx.array) -> tuple[list[Any], list[mx.array]]:
+        """Bring the caches to the first `end` positions, as far as these can be read.
+
+        Returns the caches, and the states that chained layers have not read. Raises
+        CacheRollbackError. `rows` [r, W] are the rows before `end`.
+        """
 
     @abstractmethod
     def read(self) -> list[Any]:
@@ -204,6 +220,7 @@ class RecurrentSource(HeadReader):
     fed_parents: list[int]
 
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
+        self.head = head
         self.levels = [LayerState(layer) for layer in head.levels]
         self.first = self.levels[0]
         # s_k(t) = layer_k(s_{k-1}(t), embed(x_{t+1+k})) if chained, else layer_k(h_t, ...)
@@ -211,12 +228,39 @@ class RecurrentSource(HeadReader):
         self.num_open = len(self.levels)
         super().__init__(head, prompt, context, [level.unread for level in takers])
         self.state: mx.array | None = None
-        if self.caches is not None:
-            caches = iter(self.caches)
+
+    def take_state(self, caches: list[Any], latest: LatestRows, end: int, has_rows: bool) -> bool:
+        own = iter(caches)
+        for depth, level in enumerate(self.levels):
+            part = list(islice(own, len(level.rollback.caches)))
+            # Layer k lags k positions behind the first layer.
+            level.rollback = Rollback(part, end - 1 - depth)
+        if not has_rows:
+            return self.go_back(end - self.num_open, None)
+        states = [latest.rows, *latest.states]
+        if self.is_chained and len(states) < len(self.levels):
+            return self.go_back(end - self.num_open, latest.rows[-self.num_open :])
+        for depth, level in enumerate(self.levels):
+            rows = states[depth][-1:] if self.is_chained else latest.rows[-1 - depth :]
+            level.unread.reset(end - 1 - depth, rows)
+        return True
+
+    @property
+    def is_chained(self) -> bool:
+        """True if layers read states of other layers, which are not among the target's rows."""
+        return self.head.chained and len(self.levels) > 1
+
+    def go_back(self, position: int, rows: mx.array | None) -> bool:
+        """Bring all layers to a position, with the target's rows from there. False if none can."""
+        with suppress(CacheRollbackError):
             for level in self.levels:
-                level.unread.start = self.waiting.start
-                own = list(islice(caches, len(level.rollback.caches)))
-                level.rollback = Rollback(own, self.waiting.start)
+                if level.rollback.rewind_to(position) != position:
+                    return False
+                level.unread.reset(position)
+            for unread in self.takers if rows is not None else ():
+                unread.add(rows)
+            return True
+        return False
 
     @property
     def takes_trees(self) -> bool:
@@ -302,11 +346,25 @@ class RecurrentSource(HeadReader):
         """Take the caches back from a batch. They hold all pairs that were read."""
         self.first.rollback = Rollback(caches, self.waiting.start)
 
-    def finish(self, num_read: int) -> list[Any]:
+    def finish(self, end: int, rows: mx.array) -> tuple[list[Any], list[mx.array]]:
         self.read_pairs()
-        for level in self.levels:
-            level.rollback.rewind_to(num_read)
-        return [cache for level in self.levels for cache in level.rollback.caches]
+        if any(level.unread.start > end - 1 - depth for depth, level in enumerate(self.levels)):
+            self.read_again(end, rows)
+        states = [level.unread.first(1) for level in self.levels[1:]] if self.is_chained else []
+        return [cache for level in self.levels for cache in level.rollback.caches], states
+
+    def read_again(self, end: int, rows: mx.array) -> None:
+        """Drop pairs from `end` on. Windows may go back farther, and then read pairs again."""
+        if self.is_chained:
+            if not self.go_back(end - self.num_open, rows[-self.num_open :]):
+                raise CacheRollbackError("the layers read each other's states")
+        else:
+            for depth, level in enumerate(self.levels):
+                reached = level.rollback.rewind_to(end - 1 - depth)
+                if end - reached > rows.shape[0]:
+                    raise CacheRollbackError("the rows to read again are not kept")
+                level.unread.reset(reached, rows[reached - end :])
+        self.read_pairs()
 
     def read_pairs(self, except_last: int = 0) -> None:
         """Drop the draft, and read the complete pairs. `except_last` applies to the first layer."""
