@@ -238,12 +238,13 @@ class ModelReader(DraftSource):
         self.rollback = Rollback([], handed.position, base=handed.base)
         return handed
 
-    def take_back(self, caches: list[Any]) -> None:
-        """Take the caches back from a batch, as they are."""
+    def take_back(self, caches: list[Any], length: int) -> None:
+        """Take the caches back from a batch, with at most `length` tokens."""
         if self.callers_cache is not None:
             self.callers_cache[:] = caches
             caches, self.callers_cache = self.callers_cache, None
         self.rollback = Rollback(caches, self.rollback.position)
+        self.rollback.rewind_to(length)
 
     @property
     def num_held(self) -> int:

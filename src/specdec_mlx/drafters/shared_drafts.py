@@ -156,13 +156,14 @@ class DraftPasses:
             self.update()
             self.read_ahead(1)
 
-    def leave(self, session: SharedSession) -> None:
+    def leave(self, session: SharedSession, length: int) -> None:
         """Give a source its caches back, with the text that they hold, if it keeps them."""
         if session in self.sessions and session.source.keeps:
             session.source.hold_draft(0)
             self.go_back()
             row = self.sessions.index(session)
-            session.source.take_back(self.caches.extract(row, make_prompt_cache(self.model)))
+            caches = self.caches.extract(row, make_prompt_cache(self.model))
+            session.source.take_back(caches, length)
 
 
 class SharedSession(Session):
@@ -227,5 +228,5 @@ class SharedSession(Session):
 
     def close(self, length: int) -> None:
         self.has_ended = True
-        self.passes.leave(self)
+        self.passes.leave(self, length)
         self.alone.close(length)

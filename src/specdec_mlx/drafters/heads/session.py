@@ -342,7 +342,7 @@ class RecurrentSource(HeadReader):
         states = [array for level in self.levels for array in states_of(level.rollback.caches)]
         return [*states, *(level.unread.parts for level in self.levels[1:])]
 
-    def take_back(self, caches: list[Any]) -> None:
+    def take_back(self, caches: list[Any], length: int) -> None:
         """Take the caches back from a batch. They hold all pairs that were read."""
         self.first.rollback = Rollback(caches, self.waiting.start)
 
