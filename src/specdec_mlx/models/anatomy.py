@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from specdec_mlx.caches import READABLE, leaves, window_of
+from specdec_mlx.caches import READABLE, STRATEGIES, leaves, window_of
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues, ReadsCache
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.models.loading import PerModel
@@ -322,7 +322,7 @@ def _watch(model: nn.Module) -> Anatomy:
     embeddings = [m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)]
     last_caches = {}
     for index, leaf in enumerate(leaves(caches)):
-        if isinstance(leaf, READABLE) and not leaf.empty():
+        if readable_kind(leaf) is not None and not leaf.empty():
             kind = "full_attention" if window_of(leaf) is None else "sliding_attention"
             last_caches[kind] = LastCache(index, leaf.keys.shape[-1])
     return Anatomy(
@@ -460,19 +460,26 @@ def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
     cache = check_readable(caches, index)
     # mlx-lm 0.31 has no `keys_and_values`
     keys, values = getattr(cache, "keys_and_values", lambda: cache.state)()
-    if isinstance(cache, QuantizedKVCache):
+    if readable_kind(cache) is QuantizedKVCache:
         how = {"group_size": cache.group_size, "bits": cache.bits}
         keys, values = mx.dequantize(*keys, **how), mx.dequantize(*values, **how)
     # A pass of several positions leaves more rows than the window in the buffer.
-    if isinstance(cache, RotatingKVCache):
+    if readable_kind(cache) is RotatingKVCache:
         keys, values = (part[..., -cache.max_size :, :] for part in (keys, values))
     return KeysValues(keys, values, cache.offset)
+
+
+def readable_kind(cache: Any) -> type | None:
+    """The class in `READABLE` that a cache belongs to, or None."""
+    # Classes of mlx-vlm are registered with the strategies of mlx-lm's classes.
+    strategy = STRATEGIES.get(type(cache))
+    return next((k for k in READABLE if isinstance(cache, k) or strategy is STRATEGIES[k]), None)
 
 
 def check_readable(caches: Sequence[Any], index: int) -> Any:
     all_caches = list(leaves(caches))
     kind = type(all_caches[index]).__name__ if index < len(all_caches) else "no cache"
-    if index >= len(all_caches) or not isinstance(all_caches[index], READABLE):
+    if index >= len(all_caches) or readable_kind(all_caches[index]) is None:
         raise UnreadableError(
             f"Cache {index} of this target, {kind}, has no keys and values that a drafter can "
             f"read; expected one of {', '.join(known.__name__ for known in READABLE)}. Use "
