@@ -60,7 +60,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         gguf = importlib.import_module("gguf")
     except ImportError as error:
-        how = "Install its reader: pip install gguf."
+        how = "Install its reader: pip install 'specdec-mlx[gguf]'."
         raise HeadError(f"{path.name} is a GGUF file. {how}") from error
     try:
         reader = gguf.GGUFReader(path)

@@ -1,7 +1,7 @@
-"""Block heads as they were published in 2026: each packaging loads, drafts and changes no text.
+"""Every published format of heads: a file in its layout loads, drafts and changes no text.
 
-`block_logits` is the formula of all of them in NumPy, made from a description of each case. The
-config of the case says the same in the words of its publisher.
+The packagings of block heads of 2026 are described twice. The config of a case has the words of its
+publisher, and `block_logits` is the formula of them all in NumPy.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import pytest
 import heads
 import specdec_mlx as sd
 import tiny
-from selection import in_one_test
+from selection import cases, in_one_test
 from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.heads.drafter import anatomy_for_head
-from specdec_mlx.drafters.heads.loading import is_head, kind_of, load_head
+from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of, load_head
+from specdec_mlx.drafters.heads.mtp import FAMILIES
 from specdec_mlx.errors import HeadError, UnreadableError
 from specdec_mlx.models.anatomy import StateReader
 from specdec_mlx.token_ids import to_list
+from tiny_model_folder import write_model_folder
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -430,15 +432,46 @@ def block_logits(name: str, rows: Any, token: int) -> tuple[Any, Any]:
 # Tests ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_packaging_loads_drafts_and_changes_no_text(name: str, tmp_path: Path) -> None:
-    """The text is plain decoding's own, greedy and for a seed; the head reads its own layers."""
-    model, place = target(name), write(name, tmp_path)
-    drafter = load_head(place, model)
-    assert is_head(place)
-    assert drafter.features.layers == CASES[name].taps
-    drafts = BLOCK if CASES[name].anchor else BLOCK - 1
-    assert drafter.head.most_drafted == drafts
+REFERENCES = [name for name in heads.references() if name != "medusa"]
+OWN_LAYERS = {name: name for name in FAMILIES if f"mtp_{name}" not in REFERENCES}
+OWN_LAYERS |= {"llama_mtp": "llama", "qwen3_5_moe": "qwen3_5_moe"}
+FORMATS_BY_FILE: dict[str, str] = {
+    **dict.fromkeys(REFERENCES, "a fixture"),
+    "medusa": "a fixture",
+    "pard": "a model",
+    **dict.fromkeys(OWN_LAYERS, "prediction layers"),
+    **dict.fromkeys(CASES, "a packaging"),
+}
+"""Name of a format, of a family of prediction layers or of a packaging, and how its file is made."""
+IN_SHORT = ("eagle3", "gemma4_assistant", "mimo", "LFM2.5", "Bonsai in GGUF", "Ornith")
+
+
+def of_file(name: str, folder: Path) -> tuple[nn.Module, Any]:
+    """A target, and the drafter that is loaded for it from a file in the format's layout."""
+    match FORMATS_BY_FILE[name]:
+        case "a packaging":
+            return target(name), load_head(write(name, folder), target(name))
+        case "a fixture":
+            return heads.reference(name).target(), heads.loaded(name, folder)
+        case "a model":
+            model = tiny.build("llama", vocab_size=288)
+            return model, load_head(write_model_folder(folder, pard_token=17), model)
+    family, config = FAMILIES[name], tiny.CONFIGS[OWN_LAYERS[name]]
+    part = config.get("text_config", config)
+    model = tiny.build(OWN_LAYERS[name])
+    # A layer that was trained for a model without such layers says what it is itself.
+    changes = {"layer_types": ["full_attention"]} if name == "llama_mtp" else {}
+    config, make = config | changes, heads.mtp(name, **changes)
+    stored = heads.as_published(heads.random_head(make, model), family, part)
+    arrays = {key: np.array(x) for key, x in stored.items()}
+    reference = heads.Reference(config | {"model_type": name}, arrays, {})
+    return model, load_head(reference.write(folder), model)
+
+
+@pytest.mark.parametrize("name", cases(FORMATS_BY_FILE, *IN_SHORT))
+def test_every_format_loads_drafts_and_changes_no_text(name: str, tmp_path: Path) -> None:
+    """The text is plain decoding's own, greedy and for a seed."""
+    model, drafter = of_file(name, tmp_path)
     seeded = {"sampler": sd.Sampling(temp=0.8), "seed": 3}
     for options in ({}, seeded):
         texts, drafted = [], 0
@@ -450,6 +483,30 @@ def test_a_packaging_loads_drafts_and_changes_no_text(name: str, tmp_path: Path)
             drafted = steps[-1].stats.drafted
         assert texts[0] == texts[1]
         assert drafted > 8
+
+
+def test_no_format_is_left_out() -> None:
+    """Each format that loads, and each family of prediction layers, has a file in the table."""
+    kinds = {
+        kind
+        for name in REFERENCES
+        for kind in FORMATS
+        if kind_of(heads.reference(name).config, heads.reference(name).weights) == kind
+    }
+    missing = {kind for kind, form in FORMATS.items() if form.loads} - kinds
+    assert missing <= {"medusa", "pard"}
+    layers = {name.removeprefix("mtp_") for name in FORMATS_BY_FILE}
+    assert FAMILIES.keys() <= layers
+
+
+@pytest.mark.parametrize("name", cases(CASES, *IN_SHORT[3:]))
+def test_a_packaging_reads_and_drafts_what_it_says(name: str, tmp_path: Path) -> None:
+    """The layers of the target, and as many tokens as its block has places for."""
+    place = write(name, tmp_path)
+    drafter = load_head(place, target(name))
+    assert is_head(place)
+    assert drafter.features.layers == CASES[name].taps
+    assert drafter.head.most_drafted == (BLOCK if CASES[name].anchor else BLOCK - 1)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "RadixArk" not in name])
@@ -561,7 +618,7 @@ def test_other_gguf_files_are_refused_in_words(tmp_path: Path, monkeypatch: Any)
         with pytest.raises(HeadError, match=words):
             load_head(tmp_path / f"{name}.gguf", heads.target())
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(HeadError, match="pip install gguf"):
+    with pytest.raises(HeadError, match=r"specdec-mlx\[gguf\]"):
         load_head(model, heads.target())
 
 
