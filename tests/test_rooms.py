@@ -35,7 +35,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 207,
+    "files": 208,
     "numeric constants": 181,
     "protocols": 6,
     "public names": 20,
@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 22_680,
-    "library": 125_200,
+    "library": 127_400,
     "lab": 71_250,
     "server": 43_650,
 }

@@ -6,6 +6,7 @@ publisher, and `block_logits` is the formula of them all in NumPy.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -50,7 +51,8 @@ class Case:
         config: config.json, without sizes of the target.
         taps: layers of the target whose outputs the head reads.
         theta: base of the rotary embedding.
-        window, before: positions that a position sees before itself, and whether it sees only those.
+        window: positions that a position sees on each side, with itself.
+        before: a position sees no later positions.
         interleaved, rotated: pairs of neighbours rotate; number of channels that rotate.
         sinks, gated, plus_one, noise: parts of the formula.
         anchor: the position of the known token drafts.
@@ -330,7 +332,7 @@ def write_gguf(path: Path, sizes: Mapping[str, Any], tensors: Arrays, kind: str 
     return path
 
 
-# The formula ---------------------------------------------------------------------------------------
+# The formula --------------------------------------------------------------------------------------
 
 
 def normed(x: Any, weight: Any) -> Any:
@@ -429,7 +431,7 @@ def block_logits(name: str, rows: Any, token: int) -> tuple[Any, Any]:
     return logits, bias
 
 
-# Tests ---------------------------------------------------------------------------------------------
+# Tests --------------------------------------------------------------------------------------------
 
 
 REFERENCES = [name for name in heads.references() if name != "medusa"]
@@ -442,7 +444,7 @@ FORMATS_BY_FILE: dict[str, str] = {
     **dict.fromkeys(OWN_LAYERS, "prediction layers"),
     **dict.fromkeys(CASES, "a packaging"),
 }
-"""Name of a format, of a family of prediction layers or of a packaging, and how its file is made."""
+"""Name of a format, a family of prediction layers or a packaging, and how its file is made."""
 IN_SHORT = ("eagle3", "gemma4_assistant", "mimo", "LFM2.5", "Bonsai in GGUF", "Ornith")
 
 
@@ -533,9 +535,7 @@ def test_a_packaging_drafts_what_its_formula_says(name: str, tmp_path: Path) -> 
 
 
 def test_a_yarn_rope_in_a_head_of_specforge_counts(tmp_path: Path) -> None:
-    drafter = load_head(
-        write("Qwen3.8 by RadixArk", tmp_path), target("Qwen3.8 by RadixArk")
-    )
+    drafter = load_head(write("Qwen3.8 by RadixArk", tmp_path), target("Qwen3.8 by RadixArk"))
     rope = drafter.head.layers[0].self_attn.rope
     assert type(rope).__name__ == "YarnRoPE"
     assert rope.mscale > 1.1
@@ -561,7 +561,7 @@ def test_a_model_with_loops_shows_each_pass_over_its_layers() -> None:
         StateReader(model, sd.drafters.Features(layers=(4,)))
 
 
-# Formats and models that cannot be read, by name ---------------------------------------------------
+# Formats and models that cannot be read, by name --------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "EAGLE-4": (
@@ -617,7 +617,7 @@ def test_other_gguf_files_are_refused_in_words(tmp_path: Path, monkeypatch: Any)
     for name, words in (said | {"nowhere": "has no nowhere.gguf"}).items():
         with pytest.raises(HeadError, match=words):
             load_head(tmp_path / f"{name}.gguf", heads.target())
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(HeadError, match=r"specdec-mlx\[gguf\]"):
         load_head(model, heads.target())
 

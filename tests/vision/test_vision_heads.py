@@ -32,7 +32,7 @@ pytest.importorskip("mlx_vlm")
 import tiny_vision  # noqa: E402  needs mlx-vlm
 from test_server_pictures import LOOK, SHOWN, chat, openai, post, text, user  # noqa: E402
 from test_server_pictures import expected as served_text  # noqa: E402
-from test_vision import NEXT, NUM_TOKENS, PROMPT, TWO, expected, images, load, written  # noqa: E402
+from test_vision import NEXT, PROMPT, TWO, expected, images, load, written  # noqa: E402
 from tiny_vision import CONFIGS, IDS, MARK, VOCAB  # noqa: E402
 
 KINDS = ("mtp", "eagle1", "eagle3", "dflash", "medusa", "assistant")
@@ -179,7 +179,7 @@ def test_a_draft_model_with_other_tokens_reads_the_marks_of_pictures(tmp_path: P
     )
 
 
-# The server ----------------------------------------------------------------------------------------
+# The server ---------------------------------------------------------------------------------------
 
 
 def test_the_server_drafts_with_a_head_beside_pictures(tmp_path: Path, caplog: Any) -> None:
@@ -187,9 +187,7 @@ def test_the_server_drafts_with_a_head_beside_pictures(tmp_path: Path, caplog: A
     (tmp_path / "model").mkdir()
     folder = tiny_vision.write_folder(tmp_path / "model")
     head = heads.write_eagle3(tmp_path / "head", load("qwen2_5_vl")[0])
-    flags = with_flags(
-        choice=DrafterChoice(["model"], DraftModel(head)), num_draft_tokens=4
-    )
+    flags = with_flags(choice=DrafterChoice(["model"], DraftModel(head)), num_draft_tokens=4)
     caplog.set_level("INFO")
     with (
         running(folder, flags=flags) as engine,

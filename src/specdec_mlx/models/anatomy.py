@@ -340,8 +340,8 @@ def _watch(model: nn.Module) -> Anatomy:
 
 def _layers(layers: Sequence[nn.Module], calls: Sequence[Call]) -> list[Tap | str]:
     """Taps of the layers in the order of a pass, in which a model with loops repeats them."""
-    own = {id(layer) for layer in layers}
-    steps = [call for call in calls if id(call[0]) in own]
+    ids = set(map(id, layers))
+    steps = [call for call in calls if id(call[0]) in ids]
     num_loops = len(steps) // len(layers) if layers else 0
     in_order = [step[0] for step in steps] == [*layers] * num_loops
     # A layer that is shared in another way, or called as a function, gives no single output.

@@ -31,6 +31,8 @@ NAMES = {
 }
 """Patterns of GGUF names, and the names of the same tensors in safetensors, applied in order."""
 
+TYPES = {"BF16": mx.bfloat16, "F16": mx.float16}
+
 KEYS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -52,7 +54,7 @@ KEYS = {
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Config of a head, and its tensors in the file, with the names of a config.json and safetensors.
+    """Config and tensors of a head, with the names of a config.json and of safetensors.
 
     Embeddings and the output matrix are copies of the target's, and are left out. Raises HeadError
     for another kind of file, and without the package gguf.
@@ -72,21 +74,23 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{path.name} holds {kind!r}. Of GGUF files, only DSpark heads with the architecture "
             "'dspark' are read. Give a head in safetensors."
         )
-    config = {new: fields[f"dspark.{old}"] for old, new in KEYS.items() if f"dspark.{old}" in fields}
+    config = {
+        new: fields[f"dspark.{old}"] for old, new in KEYS.items() if f"dspark.{old}" in fields
+    }
     tensors = {_name_of(tensor.name): tensor for tensor in reader.tensors}
-    copies = [tensors.pop(f"{name}.weight", None) for name in ("embed_tokens", "lm_head")]
-    # The file gives the size of the vocabulary as a shape, with the width first.
-    sizes = {"vocab_size": int(table.shape[1]) for table in copies if table is not None}
-    return {"model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], **sizes, **config}, tensors
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        if (table := tensors.pop(name, None)) is not None:
+            # GGUF gives the width of a matrix first.
+            config["vocab_size"] = int(table.shape[1])
+    return {"model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], **config}, tensors
 
 
 def dequantized(tensor: Any) -> mx.array:
     """The values of a tensor, in its own type if it is not quantized."""
     quants = importlib.import_module("gguf.quants")
     values = mx.array(np.asarray(quants.dequantize(tensor.data, tensor.tensor_type), np.float32))
-    own = getattr(mx, {"BF16": "bfloat16", "F16": "float16"}.get(tensor.tensor_type.name, ""), None)
-    values = values if own is None else values.astype(own)
-    mx.eval(values)
+    values = values.astype(TYPES.get(tensor.tensor_type.name, mx.float32))
+    mx.eval(values)  # before the next tensor is widened
     return values
 
 

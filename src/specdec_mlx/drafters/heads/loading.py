@@ -196,8 +196,8 @@ def _dflash(source: HeadSource) -> Head:
         config |= {"model_type": "qwen3", "sliding_window_non_causal": True}
     head = DFlash(config, source.anatomy, source.variant.layers)
     # Most files with embeddings hold copies of the target's. The config says which are their own.
-    own = source.rows("embed_tokens.weight") if config.get("has_embed_tokens") else 0
-    head.add_weights(own, logits=source.rows("d2t"))
+    rows = source.rows("embed_tokens.weight") if config.get("has_embed_tokens") else 0
+    head.add_weights(rows, logits=source.rows("d2t"))
     return head
 
 

@@ -234,9 +234,9 @@ class DFlash(LayersHead):
         window = layer.get("sliding_window")
         self.windows = tuple(window if slide else None for slide in slides)
         causal = [] if settings.get("sliding_window_non_causal") else slides
-        says = [settings.get(key) for key in ("is_causal", "causal", "dflash_query_causal")]
-        if any(said is not None for said in says):
-            causal = [any(says)] * depth
+        flags = [settings.get(key) for key in ("is_causal", "causal", "dflash_query_causal")]
+        if any(flag is not None for flag in flags):
+            causal = [any(flags)] * depth
         self.causal = {i for i, is_causal in enumerate(causal) if is_causal}
         self.mask_token = settings["mask_token_id"]
         self.block_size = settings.get("block_size", 16)
