@@ -36,7 +36,11 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 HEADS, KV_HEADS, WIDTH, DEPTH, RANK, BLOCK = 4, 2, 8, 2, 4, 5
 """Sizes of every tiny head: attention heads, their width, layers, rank and positions of a block."""
 PROMPT = [5, 17, 9, 33, 71, 2, 64, 5, 17]
-LAYER = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": WIDTH}
+LAYER: dict[str, Any] = {
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": WIDTH,
+}
 LAYER |= {"num_hidden_layers": DEPTH, "intermediate_size": 24, "rms_norm_eps": 1e-6}
 MARKOV = {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
 FULL, SLIDING = ["full_attention"] * DEPTH, ["sliding_attention"] * DEPTH
