@@ -17,10 +17,10 @@ import pytest
 
 import command_line
 from benchmarks import heads, server
-from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, make_peer
 from selection import FULL
 from specdec_mlx import lab
 from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.lab.bench.peers import MLX_DSPARK, MLX_OPTIQ, make_peer
 from specdec_mlx.loop import Token
 from specdec_mlx.models.loading import load_model
 from tiny_model_folder import write_model_folder
