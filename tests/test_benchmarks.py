@@ -56,6 +56,7 @@ COMMANDS = {
     "memory": "{folder} --tokenizer {model} --max-tokens 100000",
     "mlx_lm_tests": "{mlx_lm_tests} --model {model}",
     "hosts": "--help",
+    "import_report": "{report}",
     "online": "--model {model} --draft-model {model} --texts 2 --held-out 1 --max-tokens 8",
     "papers": "--help",
     "peers": "--peer mlx-dspark --help",
@@ -94,6 +95,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     medusa = f"--model {lab.target_path()} --head {lab.head_path('medusa')}"
     made = {"model": str(model), "prompts": prompts, "texts": texts, "medusa": medusa}
     made["sessions"] = str(folder / "sessions.jsonl")
+    made["report"] = str(ROOT / "docs" / "data" / "report-cpu.json")
     made["scratch"] = str(folder / "scratch")
     (folder / "tests").mkdir()
     (folder / "tests" / "test_it.py").write_text(GENERATES)

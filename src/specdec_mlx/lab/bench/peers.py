@@ -133,6 +133,8 @@ PEERS: dict[str, Callable[[nn.Module, Any, float], Contender]] = {
     MLX_OPTIQ: mlx_optiq,
 }
 """Names that `--peer` takes, which are those of the packages."""
+MODULES = {MLX_DSPARK: "mlx_dspark", MLX_OPTIQ: "optiq"}
+"""Name of a package -> its module."""
 
 
 def _import(module: str, package: str) -> Any:
