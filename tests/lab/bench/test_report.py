@@ -49,7 +49,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "NUM_SWEEPS", 1)
     monkeypatch.setattr(report, "MODULES", {OTHER: "json", BROKEN: "json", "absent": "not_there"})
 
-    def make_peer(name: str, model: Any, tokenizer: Any, temp: float) -> Contender:
+    def make_peer(name: str, model: Any, tokenizer: Any) -> Contender:
         if name == BROKEN:
             raise OSError(f"{Path.home()}/secret cannot be read")
         return Contender(name, start=plain(model).start)
@@ -117,7 +117,7 @@ def test_time_runs_out_between_rows_and_the_report_says_which_are_missing(
     found = run_report(tmp_path / "out", "--model", str(model), "--minutes", "2.5")
     assert list(found.costs) == [DEPTHS[0]]
     assert {r.drafter for r in found.results} == {PLAIN, "auto"}
-    names = [OTHER, BROKEN, f"costs after {DEPTHS[1]} tokens"]
+    names = [f"costs after {DEPTHS[1]} tokens", OTHER, BROKEN]
     assert found.left_out == dict.fromkeys(names, "no time was left")
     text = (tmp_path / "out" / TABLE_FILE).read_text()
     assert all(name in text for name in names)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,12 +40,13 @@ from specdec_mlx.lab.bench.record import SPEED_NOTE, SPEEDS, Record, results_tab
 from specdec_mlx.lab.bench.replay import score_record
 from specdec_mlx.lab.bench.run import run_bench
 from specdec_mlx.lab.bench.summary import Result
-from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
+from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders, plain
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.lab.tables import markdown_table, or_dash
 from specdec_mlx.models.loading import check_folder, folder_of
 
 T = TypeVar("T")
+Row = tuple[str, Callable[[], list[Contender]]]
 
 FOLDER = Path("specdec-mlx-report")
 JSON_FILE, TABLE_FILE = "report.json", "report.md"
@@ -112,11 +114,11 @@ class MachineReport(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelFacts
     draft_model: ModelFacts | None
     max_tokens: int
-    costs: dict[int, CostCurve]
-    results: list[Result]
-    modelled: list[Result]
-    left_out: dict[str, str]
-    seconds: float
+    costs: dict[int, CostCurve] = {}
+    results: list[Result] = []
+    modelled: list[Result] = []
+    left_out: dict[str, str] = {}
+    seconds: float = 0.0
 
     @property
     def machine(self) -> str:
@@ -162,8 +164,8 @@ def format_report(report: MachineReport) -> str:
         note = "Cost of a pass over 1 to 16 rows, in passes over 1 row."
         parts += [markdown_table(header, rows, 0), note]
     if report.left_out:
-        rows = [f"{name} ({reason})" for name, reason in report.left_out.items()]
-        parts.append(f"Left out: {'; '.join(rows)}.")
+        missing = [f"{name} ({reason})" for name, reason in report.left_out.items()]
+        parts.append(f"Left out: {'; '.join(missing)}.")
     return "\n\n".join(parts)
 
 
@@ -192,11 +194,13 @@ class Budget:
     def spent(self) -> float:
         return self.clock() - self._began
 
-    def run(self, name: str, step: Callable[[], T]) -> T | None:
-        """The result of a step, or None for a step that has no time left or fails."""
+    def run(self, name: str, step: Callable[[], T], expected: float = 0.0) -> T | None:
+        """The result of a step, or None for a step that has no time left or fails.
+
+        The step is expected to take as many seconds as the longest step so far, or `expected`.
+        """
         began = self.spent
-        # The longest step so far is the best guess of the time that this step takes.
-        if began + self._longest > self.seconds:
+        if began + max(self._longest, expected) > self.seconds:
             self.left_out[name] = "no time was left"
             return None
         try:
@@ -217,8 +221,8 @@ def measure_report(
     settings: Settings,
     name: str,
     budget: Budget,
-) -> MachineReport:
-    """Measure as much as the budget allows.
+) -> Iterator[MachineReport]:
+    """Measure as much as the budget allows, and yield the report so far after every step.
 
     Args:
         model: the target.
@@ -229,50 +233,60 @@ def measure_report(
         name: folder or repository of the target.
         budget: for all measurements.
     """
-    load = os.getloadavg()[0]
-    costs, records = dict[int, CostCurve](), dict[str, Record]()
-    depths = depths_of(model)
-
-    def measure_costs(depth: int) -> None:
-        curve = budget.run(
-            f"costs after {depth} tokens", lambda: cost_curve(model, tasks[0].prompt, depth)
-        )
-        costs.update({} if curve is None else {depth: curve})
-
-    def measure_row(row: str, contenders: Callable[[], list[Contender]]) -> None:
-        record = budget.run(
-            row, lambda: run_bench(model, tasks, contenders(), settings, measure_cost=False)
-        )
-        records.update({} if record is None else {row: record})
-
-    measure_costs(depths[0])
-    for row, contenders in rows_of(model, tokenizer, choice, settings):
-        measure_row(row, contenders)
-    for depth in depths[1:]:
-        measure_costs(depth)
-    results = dict[tuple[str, Any], Result]()
-    for record in records.values():
-        for result in record.results:
-            # Every row measures plain decoding, and the first measurement is enough.
-            results.setdefault((result.category, result.key), result)
-    order = list(dict.fromkeys(category for category, _ in results))
-    return MachineReport(
+    report = MachineReport(
         date=date.today().isoformat(),
         chip=str(mx.device_info().get("device_name", platform.machine())),
         memory_gb=memory_bytes() / 1e9,
         system=system_name(),
         backend=backend_name(),
-        load=load,
+        load=os.getloadavg()[0],
         versions=versions_of((*PACKAGES, *MODULES)),
         model=facts_of(name),
         draft_model=facts_of(choice.model.name) if choice.model.name else None,
         max_tokens=settings.max_tokens,
-        costs=costs,
-        results=sorted(results.values(), key=lambda r: order.index(r.category)),
-        modelled=modelled_of(records, costs),
         left_out=budget.left_out,
-        seconds=budget.spent,
     )
+    measure_costs = partial(cost_curve, model, tasks[0].prompt)
+    first, *later = depths_of(model)
+    pace = 0.0  # seconds of measuring costs, for each token before the passes
+    steps: list[int | Row] = [first, *rows_of(model, choice, settings, tokenizer), *later]
+    # Packages come last, because importing them may change mlx-lm's own functions.
+    steps += peer_rows(model, tokenizer, settings)
+    for step in steps:
+        began = budget.spent
+        if isinstance(step, int):
+            work = partial(measure_costs, step)
+            if curve := budget.run(f"costs after {step} tokens", work, pace * step):
+                report = replace(report, costs={**report.costs, step: curve})
+            pace = (budget.spent - began) / step if report.costs.keys() - {first} else 0.0
+        else:
+            name, contenders = step
+            record = budget.run(name, partial(measure_row, model, contenders, tasks, settings))
+            report = with_results(report, record)
+        yield replace(report, seconds=budget.spent)
+
+
+def measure_row(
+    model: nn.Module,
+    contenders: Callable[[], list[Contender]],
+    tasks: Sequence[RecordedText],
+    settings: Settings,
+) -> Record:
+    return run_bench(model, tasks, contenders(), settings, measure_cost=False)
+
+
+def with_results(report: MachineReport, record: Record | None) -> MachineReport:
+    """The report with the results of one more row, sorted by kind of text."""
+    if record is None:
+        return report
+    results = {(r.category, r.key): r for r in report.results}
+    for result in record.results:
+        # Every row measures plain decoding, and the first measurement is enough.
+        results.setdefault((result.category, result.key), result)
+    order = list(dict.fromkeys(category for category, _ in results))
+    results_in_order = sorted(results.values(), key=lambda r: order.index(r.category))
+    modelled = report.modelled or modelled_of(record, report.costs)
+    return replace(report, results=results_in_order, modelled=modelled)
 
 
 def depths_of(model: nn.Module) -> list[int]:
@@ -288,33 +302,36 @@ def cost_curve(model: nn.Module, tokens: Sequence[int], depth: int) -> CostCurve
     return replace(meter.curve(), name=f"measured after {depth} tokens")
 
 
-Row = tuple[str, Callable[[], list[Contender]]]
-
-
 def rows_of(
-    model: nn.Module, tokenizer: Any, choice: DrafterChoice, settings: Settings
+    model: nn.Module, choice: DrafterChoice, settings: Settings, tokenizer: Any
 ) -> Iterator[Row]:
     """Name of each row, and a function that makes its contenders. Plain decoding is the first.
 
     Every row has plain decoding beside it, so that a row is compared under its own conditions.
     """
-    plain, *ours = make_contenders(model, choice, [AUTO_LENGTH], settings, tokenizer)
+    first, *ours = make_contenders(model, choice, [AUTO_LENGTH], settings, tokenizer)
     # Look-up is first, because it needs no second model.
     for contender in sorted(ours, key=lambda one: one.drafter != DEFAULT_DRAFTER):
-        yield contender.drafter, lambda contender=contender: [plain, contender]
-    # Packages come last, because importing them may change mlx-lm's own functions.
+        yield contender.drafter, partial(list, (first, contender))
+
+
+def peer_rows(model: nn.Module, tokenizer: Any, settings: Settings) -> Iterator[Row]:
+    """Rows of other packages that are installed."""
     for name in filter(is_installed, MODULES):
-        yield name, lambda name=name: [plain, make_peer(name, model, tokenizer, settings.temp)]
+        yield name, partial(with_peer, plain(model, settings.temp), name, model, tokenizer)
+
+
+def with_peer(first: Contender, name: str, model: nn.Module, tokenizer: Any) -> list[Contender]:
+    return [first, make_peer(name, model, tokenizer)]
 
 
 def is_installed(package: str) -> bool:
     return find_spec(MODULES[package]) is not None
 
 
-def modelled_of(records: dict[str, Record], costs: dict[int, CostCurve]) -> list[Result]:
+def modelled_of(record: Record, costs: dict[int, CostCurve]) -> list[Result]:
     """Modelled results of look-up on the recorded texts, at the costs of a short context."""
-    record = records.get(DEFAULT_DRAFTER)
-    if record is None or not costs:
+    if not costs or all(r.drafter != DEFAULT_DRAFTER for r in record.results):
         return []
     # A new drafter has no memory of the texts.
     drafter = {DEFAULT_DRAFTER: DrafterChoice().resolve}

@@ -134,10 +134,10 @@ def write_report(args: argparse.Namespace) -> int:
     args.per_category = args.per_category or 1
     models = [m for m in (model, choice.model.pair[0]) if m is not None]
     with wired_limit(models, [generation_stream]):
-        report = measure_report(
-            model, tokenizer, choice, _tasks(args, tokenizer), settings, args.model, budget
-        )
+        tasks = _tasks(args, tokenizer)
+        for report in measure_report(model, tokenizer, choice, tasks, settings, args.model, budget):
+            # A report that is stopped early has what was measured until then.
+            paths = save_report(report, args.report)
     print(format_report(report))
-    print(*(f"Written: {path}" for path in save_report(report, args.report)), sep="\n")
-    differ = (r.identical is not None and r.identical + r.excused < r.texts for r in report.results)
-    return int(any(differ))
+    print(*(f"Written: {path}" for path in paths), sep="\n")
+    return int(any((r.identical or 0) + (r.excused or 0) < r.texts for r in report.results))
