@@ -2,25 +2,33 @@
 
 The target is a table of logits by token behind a real key-value cache, so that its passes cost next
 to nothing and what is left of a round is the loop's own: drafting, launching, reading, handing out.
+
+`--beside-mlx-lm` compares rounds with a draft model to rounds of mlx-lm's own loop. It counts what
+stands between the reading of a verdict and the launch of the next passes. A device that computes
+while Python builds graphs has nothing to do in this time.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models import llama
 from mlx_lm.sample_utils import make_logits_processors
 
 from specdec_mlx.contracts import Drafter, LogitsProcessor
+from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Token, speculate
@@ -121,8 +129,164 @@ def round_seconds(kind: Kind, context: int, num_rounds: int, draft_length: int) 
     return np.diff(times[WARM_UP_ROUNDS:]).tolist()
 
 
+def two_layers(vocab_size: int = VOCAB_SIZE) -> nn.Module:
+    """A tiny random llama, whose passes need as much Python as two layers of a real model."""
+    mx.random.seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": vocab_size}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    how = {"model_type": "llama", "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
+    model: nn.Module = llama.Model(llama.ModelArgs(**how, **sizes, **heads))
+    mx.eval(model.parameters())
+    return model
+
+
+def with_draft_model(model: nn.Module, draft_length: int, num_tokens: int) -> Iterator[Any]:
+    """Our tokens, where a model drafts for itself."""
+    drafter, how = ModelDrafter(model), {"num_draft_tokens": draft_length, "probe": False}
+    return speculate(model, [1, 2, 3], drafter, max_tokens=num_tokens, **how)  # type: ignore[arg-type]
+
+
+def with_mlx_lm(model: nn.Module, draft_length: int, num_tokens: int) -> Iterator[Any]:
+    """mlx-lm's tokens, where a model drafts for itself."""
+    how = {"num_draft_tokens": draft_length, "max_tokens": num_tokens}
+    return speculative_generate_step(mx.array([1, 2, 3]), model, model, **how)  # type: ignore[no-any-return]
+
+
+LOOPS: dict[str, Callable[[nn.Module, int, int], Iterator[Any]]] = {
+    "ours": with_draft_model,
+    "mlx-lm": with_mlx_lm,
+}
+
+
+@dataclass
+class Gap:
+    """Work of the host between the reading of a verdict and a launch.
+
+    Attributes:
+        seconds: in which this thread computed.
+        calls: of Python functions, if they are counted.
+        operations: of MLX in the graphs that were launched, if they are counted.
+    """
+
+    seconds: float
+    calls: int = 0
+    operations: int = 0
+
+
+@dataclass
+class GapClock:
+    """Notes the gaps of each round, up to its first launch and up to its last one.
+
+    Attributes:
+        counts: count calls and operations. This takes so long that the seconds say nothing.
+    """
+
+    counts: bool = False
+    rounds: list[list[Gap]] = field(default_factory=list)
+    _calls: int = 0
+    _operations: int = 0
+    _read_at: float = 0.0
+
+    def launches(self, arrays: Sequence[Any]) -> None:
+        """Note a launch."""
+        seconds = time.thread_time() - self._read_at
+        if self.rounds:
+            self._operations += num_operations(arrays) if self.counts else 0
+            self.rounds[-1].append(Gap(seconds, self._calls, self._operations))
+
+    def has_read(self) -> None:
+        """Note that a verdict was read."""
+        self.rounds.append([])
+        self._calls = self._operations = 0
+        self._read_at = time.thread_time()
+
+    def count_call(self, frame: Any, event: str, argument: Any) -> None:
+        """Count a Python function, as `sys.setprofile` reports it."""
+        self._calls += event == "call" and frame.f_code.co_filename != __file__
+
+
+def num_operations(arrays: Sequence[Any]) -> int:
+    """Operations of MLX in the graphs of some arrays that are not computed yet."""
+    dot, lists = io.StringIO(), [[one] if isinstance(one, mx.array) else one for one in arrays]
+    mx.export_to_dot(dot, *(one for some in lists for one in some if isinstance(one, mx.array)))
+    return dot.getvalue().count("label")
+
+
+@contextmanager
+def watched(clock: GapClock) -> Iterator[None]:
+    """Report the launches and the readings of this block to a clock."""
+    wait, launch = mx.eval, mx.async_eval
+
+    def waiting(*arrays: Any) -> None:
+        clock.launches(arrays)
+        wait(*arrays)
+        clock.has_read()
+
+    def launching(*arrays: Any) -> None:
+        clock.launches(arrays)
+        launch(*arrays)
+
+    mx.eval, mx.async_eval = waiting, launching
+    if clock.counts:
+        sys.setprofile(clock.count_call)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        mx.eval, mx.async_eval = wait, launch
+
+
+def gaps(
+    loop: str, model: nn.Module, draft_length: int, num_rounds: int, *, counts: bool = False
+) -> tuple[list[Gap], list[Gap]]:
+    """The gaps before the first launch of a round, and before the pass that verifies.
+
+    Only rounds after the warm-up that draft and accept `draft_length` tokens are returned.
+
+    Args:
+        loop: a name in `LOOPS`.
+        model: it drafts for itself.
+        draft_length: tokens a round.
+        num_rounds: of the generation, after the warm-up.
+        counts: count calls and operations instead of measuring seconds.
+    """
+    clock = GapClock(counts)
+    num_tokens = (num_rounds + WARM_UP_ROUNDS) * (draft_length + 1)
+    with watched(clock):
+        for _ in LOOPS[loop](model, draft_length, num_tokens):
+            pass
+    # K launches draft, and one verifies. Ours waits for the verdict later, which is no launch.
+    rounds = [one[: draft_length + 1] for one in clock.rounds if len(one) > draft_length]
+    rounds = rounds[WARM_UP_ROUNDS:-1]
+    return [one[0] for one in rounds], [one[-1] for one in rounds]
+
+
+def beside_mlx_lm(draft_lengths: Sequence[int], num_rounds: int, repeats: int) -> str:
+    """A table of both loops: medians of the gaps, measured in turns."""
+    models = {"a table": Table(), "two layers": two_layers()}
+    rows = []
+    for name, model in models.items():
+        for draft_length in draft_lengths:
+            seconds: dict[str, list[list[float]]] = {loop: [[], []] for loop in LOOPS}
+            for loop in [*LOOPS] * repeats:
+                for times, found in zip(
+                    seconds[loop], gaps(loop, model, draft_length, num_rounds), strict=True
+                ):
+                    times += [gap.seconds for gap in found]
+            counted = {loop: gaps(loop, model, draft_length, 8, counts=True) for loop in LOOPS}
+            for i, what in enumerate(("first launch", "last launch")):
+                medians = {loop: 1e6 * float(np.median(seconds[loop][i])) for loop in LOOPS}
+                for loop in LOOPS:
+                    gap = counted[loop][i][-1]
+                    share = medians[loop] / medians["mlx-lm"]
+                    numbers = [str(gap.calls), str(gap.operations), f"{medians[loop]:.0f}"]
+                    rows.append([name, str(draft_length), what, loop, *numbers, f"{share:.2f}"])
+    header = ["model", "K", "until", "loop", "calls", "operations", "µs", "of mlx-lm's"]
+    return markdown_table(header, rows, num_text_columns=4)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print median and 95th percentile by kind."""
+    """Print median and 95th percentile by kind, or both loops beside each other."""
     from tqdm import tqdm
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -131,7 +295,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--num-draft-tokens", type=int, default=4, metavar="K", help="(%(default)s)"
     )
+    parser.add_argument("--beside-mlx-lm", action="store_true", help="compare with mlx-lm's loop")
+    parser.add_argument("--repeats", type=int, default=10, help="of each loop (%(default)s)")
     args = parser.parse_args(arguments)
+    if args.beside_mlx_lm:
+        print(beside_mlx_lm((4, 8), min(args.rounds, 100), args.repeats))
+        return
     rows = []
     for kind in tqdm(kinds(args.num_draft_tokens), desc="host time", file=sys.stderr):
         seconds = round_seconds(kind, args.context, args.rounds, args.num_draft_tokens)
