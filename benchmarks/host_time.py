@@ -17,19 +17,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import numpy as np
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models import llama
 from mlx_lm.sample_utils import make_logits_processors
 
+import specdec_mlx
+from specdec_mlx import lab
 from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.generation import stream_generate
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Token, speculate
 
@@ -39,6 +45,8 @@ BEST, OTHERS = 20.0, -20.0
 
 WARM_UP_ROUNDS = 32
 PENALTY = 1.1
+PROMPT = [1, 2, 3]
+PACKAGES = tuple(str(Path(package.__file__).parent) for package in (specdec_mlx, mlx_lm))
 
 
 class Table(nn.Module):  # type: ignore[misc]
@@ -140,22 +148,41 @@ def two_layers(vocab_size: int = VOCAB_SIZE) -> nn.Module:
     return model
 
 
-def with_draft_model(model: nn.Module, draft_length: int, num_tokens: int) -> Iterator[Any]:
+def our_tokens(model: nn.Module, **options: Any) -> Iterator[Any]:
     """Our tokens, where a model drafts for itself."""
-    drafter, how = ModelDrafter(model), {"num_draft_tokens": draft_length, "probe": False}
-    return speculate(model, [1, 2, 3], drafter, max_tokens=num_tokens, **how)  # type: ignore[arg-type]
+    return speculate(model, PROMPT, ModelDrafter(model), probe=False, **options)
 
 
-def with_mlx_lm(model: nn.Module, draft_length: int, num_tokens: int) -> Iterator[Any]:
+def our_text(model: nn.Module, **options: Any) -> Iterator[Any]:
+    """Our text, where a model drafts for itself."""
+    tokenizer = lab.load_pair().tokenizer
+    return stream_generate(
+        model, tokenizer, PROMPT, drafter=ModelDrafter(model), probe=False, **options
+    )
+
+
+def mlx_lm_tokens(model: nn.Module, **options: Any) -> Iterator[Any]:
     """mlx-lm's tokens, where a model drafts for itself."""
-    how = {"num_draft_tokens": draft_length, "max_tokens": num_tokens}
-    return speculative_generate_step(mx.array([1, 2, 3]), model, model, **how)  # type: ignore[no-any-return]
+    tokens: Iterator[Any] = speculative_generate_step(mx.array(PROMPT), model, model, **options)
+    return tokens
 
 
-LOOPS: dict[str, Callable[[nn.Module, int, int], Iterator[Any]]] = {
-    "ours": with_draft_model,
-    "mlx-lm": with_mlx_lm,
+def mlx_lm_text(model: nn.Module, **options: Any) -> Iterator[Any]:
+    """mlx-lm's text, where a model drafts for itself."""
+    tokenizer = lab.load_pair().tokenizer
+    text: Iterator[Any] = mlx_lm.stream_generate(
+        model, tokenizer, PROMPT, draft_model=model, **options
+    )
+    return text
+
+
+Loop = Callable[..., Iterator[Any]]
+
+LOOPS: dict[str, tuple[Loop, Loop]] = {
+    "tokens": (our_tokens, mlx_lm_tokens),
+    "text": (our_text, mlx_lm_text),
 }
+"""Ours and mlx-lm's."""
 
 
 @dataclass
@@ -163,8 +190,9 @@ class Gap:
     """Work of the host between the reading of a verdict and a launch.
 
     Attributes:
-        seconds: in which this thread computed.
-        calls: of Python functions, if they are counted.
+        seconds: in which this thread computed, without the launches in between. How long a launch
+            takes follows from its operations.
+        calls: of Python functions of this package and of mlx-lm, if they are counted.
         operations: of MLX in the graphs that were launched, if they are counted.
     """
 
@@ -175,7 +203,7 @@ class Gap:
 
 @dataclass
 class GapClock:
-    """Notes the gaps of each round, up to its first launch and up to its last one.
+    """Notes the gaps of each round, one for each launch.
 
     Attributes:
         counts: count calls and operations. This takes so long that the seconds say nothing.
@@ -183,26 +211,26 @@ class GapClock:
 
     counts: bool = False
     rounds: list[list[Gap]] = field(default_factory=list)
-    _calls: int = 0
-    _operations: int = 0
-    _read_at: float = 0.0
+    _gap: Gap = field(default_factory=lambda: Gap(0.0))
+    _since: float = 0.0
 
-    def launches(self, arrays: Sequence[Any]) -> None:
-        """Note a launch."""
-        seconds = time.thread_time() - self._read_at
+    def launches(self, arrays: Sequence[Any], launch: Callable[..., None]) -> None:
+        """Note a launch, and launch."""
+        self._gap.seconds += time.thread_time() - self._since
         if self.rounds:
-            self._operations += num_operations(arrays) if self.counts else 0
-            self.rounds[-1].append(Gap(seconds, self._calls, self._operations))
+            self._gap.operations += num_operations(arrays) if self.counts else 0
+            self.rounds[-1].append(replace(self._gap))
+        launch(*arrays)
+        self._since = time.thread_time()
 
     def has_read(self) -> None:
         """Note that a verdict was read."""
         self.rounds.append([])
-        self._calls = self._operations = 0
-        self._read_at = time.thread_time()
+        self._gap, self._since = Gap(0.0), time.thread_time()
 
     def count_call(self, frame: Any, event: str, argument: Any) -> None:
         """Count a Python function, as `sys.setprofile` reports it."""
-        self._calls += event == "call" and frame.f_code.co_filename != __file__
+        self._gap.calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGES)
 
 
 def num_operations(arrays: Sequence[Any]) -> int:
@@ -218,15 +246,11 @@ def watched(clock: GapClock) -> Iterator[None]:
     wait, launch = mx.eval, mx.async_eval
 
     def waiting(*arrays: Any) -> None:
-        clock.launches(arrays)
-        wait(*arrays)
+        clock.launches(arrays, wait)
         clock.has_read()
 
-    def launching(*arrays: Any) -> None:
-        clock.launches(arrays)
-        launch(*arrays)
-
-    mx.eval, mx.async_eval = waiting, launching
+    mx.eval = waiting
+    mx.async_eval = lambda *arrays: clock.launches(arrays, launch)
     if clock.counts:
         sys.setprofile(clock.count_call)
     try:
@@ -237,14 +261,12 @@ def watched(clock: GapClock) -> Iterator[None]:
 
 
 def gaps(
-    loop: str, model: nn.Module, draft_length: int, num_rounds: int, *, counts: bool = False
+    loop: Loop, model: nn.Module, draft_length: int, num_rounds: int, *, counts: bool = False
 ) -> tuple[list[Gap], list[Gap]]:
     """The gaps before the first launch of a round, and before the pass that verifies.
 
-    Only rounds after the warm-up that draft and accept `draft_length` tokens are returned.
-
     Args:
-        loop: a name in `LOOPS`.
+        loop: generates.
         model: it drafts for itself.
         draft_length: tokens a round.
         num_rounds: of the generation, after the warm-up.
@@ -252,8 +274,13 @@ def gaps(
     """
     clock = GapClock(counts)
     num_tokens = (num_rounds + WARM_UP_ROUNDS) * (draft_length + 1)
-    with watched(clock):
-        for _ in LOOPS[loop](model, draft_length, num_tokens):
+    with (
+        watched(clock),
+        closing(
+            loop(model, num_draft_tokens=draft_length, max_tokens=num_tokens)  # type: ignore[type-var]
+        ) as stream,
+    ):
+        for _ in stream:
             pass
     # K launches draft, and one verifies. Ours waits for the verdict later, which is no launch.
     rounds = [one[: draft_length + 1] for one in clock.rounds if len(one) > draft_length]
@@ -262,26 +289,28 @@ def gaps(
 
 
 def beside_mlx_lm(draft_lengths: Sequence[int], num_rounds: int, repeats: int) -> str:
-    """A table of both loops: medians of the gaps, measured in turns."""
-    models = {"a table": Table(), "two layers": two_layers()}
+    """A table of both loops: counts, and medians of seconds that are measured in turns."""
+    models = {"table": Table(256), "2 layers": two_layers(256)}
     rows = []
-    for name, model in models.items():
-        for draft_length in draft_lengths:
-            seconds: dict[str, list[list[float]]] = {loop: [[], []] for loop in LOOPS}
-            for loop in [*LOOPS] * repeats:
-                for times, found in zip(
-                    seconds[loop], gaps(loop, model, draft_length, num_rounds), strict=True
-                ):
-                    times += [gap.seconds for gap in found]
-            counted = {loop: gaps(loop, model, draft_length, 8, counts=True) for loop in LOOPS}
-            for i, what in enumerate(("first launch", "last launch")):
-                medians = {loop: 1e6 * float(np.median(seconds[loop][i])) for loop in LOOPS}
-                for loop in LOOPS:
-                    gap = counted[loop][i][-1]
-                    share = medians[loop] / medians["mlx-lm"]
-                    numbers = [str(gap.calls), str(gap.operations), f"{medians[loop]:.0f}"]
-                    rows.append([name, str(draft_length), what, loop, *numbers, f"{share:.2f}"])
-    header = ["model", "K", "until", "loop", "calls", "operations", "µs", "of mlx-lm's"]
+    for (level, loops), name, draft_length in product(LOOPS.items(), models, draft_lengths):
+        how = models[name], draft_length
+        found = [[gaps(loop, *how, num_rounds) for loop in loops] for _ in range(repeats)]
+        counted = [gaps(loop, *how, 8, counts=True) for loop in loops]
+        for i, until in enumerate(("first", "last")):
+            cells = []
+            for which in range(len(loops)):
+                gap = counted[which][i][-1]
+                seconds = [gap.seconds for turn in found for gap in turn[which][i]]
+                cells.append((gap.calls, gap.operations, 1e6 * float(np.median(seconds))))
+            (calls, operations, ours), (their_calls, their_operations, theirs) = cells
+            rows.append(
+                [
+                    *(level, name, str(draft_length), until),
+                    *(f"{calls} to {their_calls}", f"{operations} to {their_operations}"),
+                    *(f"{ours:.0f} to {theirs:.0f}", f"{ours / theirs:.2f}"),
+                ]
+            )
+    header = ["yields", "model", "K", "launch", "calls", "operations", "µs", "ours / mlx-lm's"]
     return markdown_table(header, rows, num_text_columns=4)
 
 
@@ -296,10 +325,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--num-draft-tokens", type=int, default=4, metavar="K", help="(%(default)s)"
     )
     parser.add_argument("--beside-mlx-lm", action="store_true", help="compare with mlx-lm's loop")
-    parser.add_argument("--repeats", type=int, default=10, help="of each loop (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=6, help="of each loop (%(default)s)")
     args = parser.parse_args(arguments)
     if args.beside_mlx_lm:
-        print(beside_mlx_lm((4, 8), min(args.rounds, 100), args.repeats))
+        print(beside_mlx_lm((4, 8), min(args.rounds, 50), args.repeats))
         return
     rows = []
     for kind in tqdm(kinds(args.num_draft_tokens), desc="host time", file=sys.stderr):
