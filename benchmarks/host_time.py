@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -46,7 +45,7 @@ BEST, OTHERS = 20.0, -20.0
 WARM_UP_ROUNDS = 32
 PENALTY = 1.1
 PROMPT = [1, 2, 3]
-PACKAGES = tuple(str(Path(package.__file__).parent) for package in (specdec_mlx, mlx_lm))
+PACKAGES = tuple(package.__path__[0] for package in (specdec_mlx, mlx_lm))
 
 
 class Table(nn.Module):  # type: ignore[misc]
