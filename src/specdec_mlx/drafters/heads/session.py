@@ -257,8 +257,8 @@ class RecurrentSource(HeadReader):
                 if level.rollback.rewind_to(position) != position:
                     return False
                 level.unread.reset(position)
-            for unread in self.takers if rows is not None else ():
-                unread.add(rows)
+            for unread in self.takers:
+                unread.reset(position, rows)
             return True
         return False
 
