@@ -105,7 +105,8 @@ def train_dflash(head: DFlash, target: nn.Module, tokenizer: Any, steps: int) ->
         head: DFlash, rows: mx.array, text: mx.array, anchors: mx.array, law: mx.array
     ) -> mx.array:
         logits = block_logits(head, rows, text, anchors)
-        return -(law * nn.log_softmax(logits, axis=-1)).sum(-1).mean()
+        per_token: mx.array = (law * nn.log_softmax(logits, axis=-1)).sum(-1)
+        return -per_token.mean()
 
     step_of = nn.value_and_grad(head, loss_of)
     for step in range(steps):
@@ -150,7 +151,7 @@ def block_logits(head: DFlash, rows: mx.array, text: mx.array, anchors: mx.array
         attention = layer.self_attn
 
         def split(x: mx.array, part: str, attention: Any = attention) -> mx.array:
-            made = attention[part](x)
+            made: mx.array = attention[part](x)
             return made.reshape(*x.shape[:2], attention.n_kv_heads, -1)
 
         x = layer.input_layernorm(h)

@@ -51,6 +51,7 @@ COMMANDS = {
     "batches": "--model {model} --prompts {prompts} --rows 2 --groups 1 --repeats 1 --max-tokens 8",
     "head_trees": "{medusa} --prompts {prompts} --every 5 --sizes 2 --max-tokens 8",
     "heads": "{medusa} --prompts {prompts} --every 5 --lengths 2 --max-tokens 8",
+    "heads_warm": "--head mtp --conversations 1 --max-tokens 8",
     "heavy": "--gigabytes 0.04 --num-draft-tokens 2 --texts 1 --max-tokens 8 --repeats 1",
     "host_time": "--context 300 --rounds 2",
     "memory": "{folder} --tokenizer {model} --max-tokens 100000",

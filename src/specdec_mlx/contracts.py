@@ -228,7 +228,7 @@ class RoundRecord:
         return self.seconds - self.draft_seconds
 
 
-class KeptStates(ABC):
+class DrafterStates(ABC):
     """Where drafters keep their sides of conversations between generations.
 
     A state is a list of caches that hold the first tokens of a text. It belongs to one loaded
@@ -258,7 +258,7 @@ class DraftContext:
         tokenizer: the target's, or None.
         draft_cache: the caller's caches for a draft model, to be kept in step with the text, or
             None.
-        kept: where the drafter finds and leaves its state of the conversation, or None.
+        drafter_states: where the drafter finds and leaves its state of the conversation, or None.
         prefill_step_size: most positions of the prompt in one pass.
         target_caches: for drafters that run layers of the target: the number of tokens in the
             caches (`position`) and their contents (`keys_values`), of which nothing may be kept.
@@ -276,7 +276,7 @@ class DraftContext:
     vocab_size: int | None = None
     tokenizer: Any = None
     draft_cache: list[Any] | None = None
-    kept: KeptStates | None = None
+    drafter_states: DrafterStates | None = None
     prefill_step_size: int = 2048
     target_caches: Verifier | None = None
     shared_drafts: Callable[..., Session] | None = None
@@ -365,6 +365,7 @@ class Session(ABC):
     def see(self, features: FeatureRows) -> None:  # noqa: B027  # optional
         """Take the states of further positions of the text, before those are observed.
 
+        At the end of a text whose caches are kept, the last tokens follow after they were observed.
         The arrays are lazy. Evaluate or drop the arrays of one chunk of the prompt before the next
         chunk. By default they are dropped.
         """

@@ -31,7 +31,7 @@ from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Drafter,
-    KeptStates,
+    DrafterStates,
     Origin,
     Outcome,
     RoundRecord,
@@ -40,7 +40,7 @@ from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.duck_typed import as_drafter
-from specdec_mlx.kept import StatesOnCache
+from specdec_mlx.memory.drafter_states import StatesOnCache
 from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import OptionArguments, Options, noise_of
 from specdec_mlx.ranks import Ranks, SharedDrafting
@@ -146,7 +146,9 @@ def speculate(
     caches, draft_cache = split_cache(model, how.prompt_cache, how)
     history, num_unnamed = history_of(how.prompt_cache and caches, how.history)
     # A drafter's state would begin with the wrong positions behind unnamed tokens.
-    kept = None if how.prompt_cache is None or num_unnamed else StatesOnCache(how.prompt_cache)
+    drafter_states = (
+        None if how.prompt_cache is None or num_unnamed else StatesOnCache(how.prompt_cache)
+    )
     generation = assemble(
         model,
         prompt_tokens,
@@ -154,7 +156,7 @@ def speculate(
         how,
         caches,
         draft_cache=draft_cache,
-        kept=kept,
+        drafter_states=drafter_states,
         group=group_of(model),
         history=history,
     )
@@ -449,7 +451,7 @@ class Generation:
 
     def show_last(self, features: FeatureFeed | None, end: int) -> None:
         # A drafter that keeps its state goes on behind the row of the last token.
-        if features is not None and self.context.kept is not None:
+        if features is not None and self.context.drafter_states is not None:
             features.show_last(self.fed_from, end)
 
 
@@ -607,7 +609,7 @@ def assemble(
     caches: list[Any],
     *,
     draft_cache: list[Any] | None = None,
-    kept: KeptStates | None = None,
+    drafter_states: DrafterStates | None = None,
     group: mx.distributed.Group | None = None,
     length: DraftLength | None = None,
     num_read: int = 0,
@@ -625,7 +627,7 @@ def assemble(
         options: how the text is generated.
         caches: the target's caches, which hold the prompt's first `num_read` tokens.
         draft_cache: a draft model's caches, kept by the caller.
-        kept: where drafters keep their states of the conversation, or None.
+        drafter_states: where drafters keep their states of the conversation, or None.
         group: the ranks that the model is spread over. None for a model that is complete on each.
         length: a draft length that replaces the draft length of `options`.
         num_read: tokens of the prompt that are in the caches.
@@ -650,7 +652,9 @@ def assemble(
     target = Verifier(model, rollback, options, noise=noise, probe=probe)
     check_ids(prompt, target.vocab_size)
     context = target.draft_context(options.tokenizer, draft_cache)
-    context = replace(context, **{"num_unseen": len(history), "kept": kept} | (of_batch or {}))
+    context = replace(
+        context, **{"num_unseen": len(history), "drafter_states": drafter_states} | (of_batch or {})
+    )
     if drafter is not None:
         drafter.check(context)
     if length is None:

@@ -41,7 +41,7 @@ from scripted import Recorder
 from selection import FULL, cases, each
 from specdec_mlx import ModelDrafter
 from specdec_mlx.caches import Rollback, leaves
-from specdec_mlx.kept import StatesOnCache
+from specdec_mlx.memory.drafter_states import StatesOnCache
 from specdec_mlx.target import Verifier
 
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]

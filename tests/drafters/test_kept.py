@@ -23,7 +23,13 @@ from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.kept import KEPT_ROWS, MOST_OWNERS, NAME, LatestRows, StatesOnCache
+from specdec_mlx.memory.drafter_states import (
+    KEPT_ROWS,
+    MOST_OWNERS,
+    NAME,
+    LatestRows,
+    StatesOnCache,
+)
 from specdec_mlx.token_ids import to_list
 
 LAYERS = ("step3p5", "mimo_v2_flash")  # several layers, chained and side by side

@@ -21,7 +21,7 @@ from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, takes_model
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.lab.papers.recycling import SuccessorTable
 from specdec_mlx.memory.persistent import fingerprint_of
-from specdec_mlx.server.kept import place_of
+from specdec_mlx.server.prefix_files import place_of
 from tiny_model_folder import write_model_folder
 
 NUM_TOKENS = 32

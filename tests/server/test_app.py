@@ -20,6 +20,7 @@ from selection import in_one_test
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
 from specdec_mlx.server import app, receiving
 from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -61,6 +62,7 @@ class StandIn:
     answer: Callable[[Ticket], Any] = lambda ticket: None
     running: int = 2
     waiting: int = 1
+    prefixes: Prefixes = field(default_factory=lambda: Prefixes(1))
     is_alive: bool = True
     models: Any = None
 
@@ -145,6 +147,7 @@ PATHS = [
     ("GET", "/api/hello", 200, "hello"),
     ("HEAD", "/api/hello", 200, ""),
     ("GET", "/metrics", 200, "vllm:num_requests_running 2\n"),
+    ("GET", "/metrics", 200, "vllm:prompt_cache_bytes 0\n"),
     ("GET", "/v1/models", 200, '"object":"list"'),
     ("GET", "/v1/v1/models", 200, '"object":"list"'),
     ("GET", "/v1models", 404, ""),

@@ -19,7 +19,7 @@ from specdec_mlx.contracts import Draft
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.drawing import ChainDraws
 from specdec_mlx.drafters.heads.drafter import anatomy_for_head
-from specdec_mlx.kept import LatestRows
+from specdec_mlx.memory.drafter_states import LatestRows
 from specdec_mlx.token_ids import to_list
 from tiny_model_folder import write_model_folder
 

@@ -244,7 +244,7 @@ class BatchGeneration:
                 "target_caches": None,
                 "shared_drafts": self._shared_drafts if self.passes.is_together else None,
                 "num_unseen": request.num_read,
-                "kept": request.kept,
+                "drafter_states": request.drafter_states,
             },
         )
         generation.begin()

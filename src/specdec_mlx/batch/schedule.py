@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from specdec_mlx.caches import Rollback, states_of
-from specdec_mlx.contracts import AcceptanceRule, Drafter, KeptStates, LogitsProcessor, Outcome
+from specdec_mlx.contracts import AcceptanceRule, Drafter, DrafterStates, LogitsProcessor, Outcome
 from specdec_mlx.draft_length.value import DraftLength
 from specdec_mlx.loop import Generation, Round, Token, tokens_of
 from specdec_mlx.sampling import Sampler, Sampling
@@ -42,7 +42,7 @@ class Request:
         num_read: tokens of the prompt in these caches.
         num_said: tokens at the end of the prompt that are the beginning of the text, generated
             elsewhere. They count among max_tokens.
-        kept: where drafters keep their states of the conversation, or None.
+        drafter_states: where drafters keep their states of the conversation, or None.
         drafting: the text's own drafting. None for the batch's.
         is_end: called with each token that joins the text. True ends the text there.
         stats: an account to continue.
@@ -57,7 +57,7 @@ class Request:
     prompt_cache: list[Any] | None = None
     num_read: int = 0
     num_said: int = 0
-    kept: KeptStates | None = None
+    drafter_states: DrafterStates | None = None
     drafting: OwnDrafting | None = None
     is_end: Callable[[Token], bool] | None = None
     stats: SpeculationStats | None = None

@@ -21,7 +21,7 @@ from specdec_mlx.caches import (
     states_of,
     wait_for,
 )
-from specdec_mlx.contracts import DraftContext, Drafter, KeptStates, Session
+from specdec_mlx.contracts import DraftContext, Drafter, DrafterStates, Session
 from specdec_mlx.drafters.draft_sources import (
     DraftSource,
     Parents,
@@ -148,8 +148,8 @@ class ModelReader(DraftSource):
         self.model = drafter.model
         self.callers_cache = context.draft_cache
         caches, num_held = self.callers_cache, 0
-        if caches is None and context.kept is not None:
-            caches, num_held = context.kept.fetch(self.model, prompt[:-1])
+        if caches is None and context.drafter_states is not None:
+            caches, num_held = context.drafter_states.fetch(self.model, prompt[:-1])
         self.rollback = Rollback.of(self.model, caches)
         if self.callers_cache is not None:  # in step with the target's
             num_held = min(context.num_unseen, self.rollback.end)
@@ -158,13 +158,13 @@ class ModelReader(DraftSource):
     @property
     def keeps(self) -> bool:
         """True if its caches outlive the generation."""
-        return self.callers_cache is not None or self.kept is not None
+        return self.callers_cache is not None or self.store is not None
 
     @property
-    def kept(self) -> KeptStates | None:
+    def store(self) -> DrafterStates | None:
         """Where its caches are kept. None if they are the caller's or the target's."""
         is_own = self.context.draft_cache is None and not self.is_lent
-        return self.context.kept if is_own else None
+        return self.context.drafter_states if is_own else None
 
     @cached_property
     def most_id(self) -> int | None:
@@ -223,11 +223,11 @@ class ModelReader(DraftSource):
                 self.rollback.rewind_to(length)
                 self.read_to(length)
                 mx.async_eval(states_of(self.callers_cache))
-        elif self.kept is not None:
-            self.keep(length, self.kept)
+        elif self.store is not None:
+            self.keep(length, self.store)
         super().close(length)
 
-    def keep(self, length: int, kept: KeptStates) -> None:
+    def keep(self, length: int, store: DrafterStates) -> None:
         """Store the caches up to the last of the first `length` tokens that the model has read."""
         # Caches that cannot go back are not worth keeping.
         with suppress(CacheRollbackError):
@@ -235,7 +235,7 @@ class ModelReader(DraftSource):
             if num_read := self.rollback.position:
                 caches = self.rollback.caches
                 mx.async_eval(states_of(caches))
-                kept.store(self.model, self.tokens[:num_read], caches)
+                store.store(self.model, self.tokens[:num_read], caches)
 
     def hand_over(self) -> Rollback:
         """Read the text and give the caches to a batch. After this the reader only counts."""

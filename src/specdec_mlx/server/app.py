@@ -155,7 +155,9 @@ class Endpoints:
         return Response(self.totals.metrics(self.gauges()), media_type=METRICS_TYPE)
 
     def gauges(self) -> dict[str, int]:
-        return {"running": self.engine.running, "waiting": self.engine.waiting}
+        engine = self.engine
+        cached = engine.prefixes.nbytes
+        return {"running": engine.running, "waiting": engine.waiting, "cached": cached}
 
     async def health(self, request: Request) -> Response:
         """200 while requests are served."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.kept import num_common
+from specdec_mlx.memory.drafter_states import num_common
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 from specdec_mlx.vision.model import VisionModel
 from specdec_mlx.vision.prompts import embed, encode

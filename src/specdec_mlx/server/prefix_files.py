@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import chain, pairwise
 from pathlib import Path
@@ -28,10 +29,12 @@ from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import ArraysCache, load_prompt_cache, save_prompt_cache
 
 from specdec_mlx.caches import leaves, wait_for
+from specdec_mlx.contracts import DrafterStates
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.files import read_text
-from specdec_mlx.kept import LatestRows, num_common
-from specdec_mlx.server.prefixes import Prefix, States, stateful
+from specdec_mlx.memory.drafter_states import LatestRows, num_common
+from specdec_mlx.models.loading import PerModel
+from specdec_mlx.server.prefixes import Prefix, Prefixes, States, stateful
 
 if TYPE_CHECKING:
     from specdec_mlx.server.flags import ServerSettings
@@ -207,6 +210,46 @@ def files_for_head(head: Head, files: PrefixFiles | None) -> PrefixFiles | None:
         return None
     key = content_digest(head, [files.key, head.kind, *head.notes()])[:16]
     return PrefixFiles(files.folder, key, files.most_bytes)
+
+
+_objects: PerModel[object] = PerModel(lambda owner: object())
+
+
+@dataclass(frozen=True)
+class ServedStates(DrafterStates):
+    """States among the stored prefixes of a server. Those of heads are in files too.
+
+    Attributes:
+        prefixes: where the states are stored.
+        loaded: the target. Without one there are no files.
+    """
+
+    prefixes: Prefixes
+    loaded: LoadedModel | None = None
+
+    def fetch(self, owner: nn.Module, tokens: Sequence[int]) -> tuple[list[Any] | None, int]:
+        # `fetch_nearest_cache` leaves the last token to be fed.
+        known, files = [*tokens, 0], self.files(owner)
+        caches, rest = self.prefixes.fetch_nearest_cache(place_of(owner), known, files)
+        return caches, len(known) - len(rest)
+
+    def store(self, owner: nn.Module, tokens: Sequence[int], caches: list[Any]) -> None:
+        files = self.files(owner)
+        self.prefixes.insert_cache(place_of(owner), list(tokens), caches, files)
+
+    def files(self, owner: nn.Module) -> PrefixFiles | None:
+        """The files of a head. A draft model can read its text again, so it has none."""
+        if not isinstance(owner, Head) or self.loaded is None:
+            return None
+        known, place = self.loaded.head_files, place_of(owner)
+        if place not in known:
+            known[place] = files_for_head(owner, self.loaded.prefix_files)
+        return known[place]
+
+
+def place_of(owner: nn.Module) -> tuple[str, object]:
+    """Key among the prefixes of a loaded draft model or head."""
+    return "drafter", _objects(owner)
 
 
 def files_for(loaded: LoadedModel, settings: ServerSettings) -> PrefixFiles | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.caches import Rollback, leaves, strategy_for
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.kept import num_common
+from specdec_mlx.memory.drafter_states import num_common
 
 if TYPE_CHECKING:
     from specdec_mlx.server.prefix_files import PrefixFiles

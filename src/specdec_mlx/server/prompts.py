@@ -14,7 +14,7 @@ from typing import Any
 
 from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.generation import encode
-from specdec_mlx.kept import num_common
+from specdec_mlx.memory.drafter_states import num_common
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.constraints import reads_calls
 from specdec_mlx.server.flags import ServerSettings

@@ -26,9 +26,9 @@ from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.constraints import ThoughtBudget, grammar_for, within
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.kept import ServedStates
 from specdec_mlx.server.loading import LoadedModel
 from specdec_mlx.server.models import Models
+from specdec_mlx.server.prefix_files import ServedStates
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import ReadPrompt, check_length, encoded, read_prompt, too_long
 from specdec_mlx.server.requests import (
@@ -164,7 +164,7 @@ class ServedText:
     Attributes:
         generated: token ids so far.
         prefixes: where the target's caches are stored.
-        kept: where drafters keep their states.
+        drafter_states: where drafters keep their states.
         may_end_early: another token than the end token may end the text.
         is_batched: the text was written beside others at its end.
         stats: the account of the speculation, None before the first token.
@@ -186,7 +186,7 @@ class ServedText:
         self.ticket, self.request, self.prefixes = ticket, ticket.request, prefixes
         self.loaded, self.prompt = preparation.loaded, preparation.prompt
         # A drafter reads the conversation again only from where it has changed.
-        self.kept = ServedStates(draft_caches, self.loaded)
+        self.drafter_states = ServedStates(draft_caches, self.loaded)
         self.max_tokens, self.flags = preparation.max_tokens, models.flags
         self.generated = list[int]()
         self.stats: SpeculationStats | None = None

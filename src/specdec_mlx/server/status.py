@@ -24,6 +24,13 @@ COUNTERS = {
     "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
 }
 """Counts, their names at vLLM less its prefix and Prometheus's suffix, and what they are."""
+GAUGES = {
+    "running": ("num_requests_running", "Requests running."),
+    "waiting": ("num_requests_waiting", "Requests waiting."),
+    "cached": ("prompt_cache_bytes", "Bytes of kept conversations, with the states of drafters."),
+}
+"""Present values, their names less vLLM's prefix, and what they are."""
+
 BY_POSITION = (
     "spec_decode_num_accepted_tokens_per_pos_total",
     "Draft tokens accepted, by their position in the draft.",
@@ -80,13 +87,13 @@ class Totals:
 
     def _figures(self, gauges: Mapping[str, int]) -> list[tuple[str, str, int]]:
         """Name, words and value of each figure."""
-        figures = [(f"num_requests_{name}", f"Requests {name}.", n) for name, n in gauges.items()]
+        figures = [(*GAUGES[key], value) for key, value in gauges.items()]
         for key, (name, words) in COUNTERS.items():
             figures.append((f"{name}_total", words, self.counts[key]))
         return figures
 
     def metrics(self, gauges: Mapping[str, int]) -> str:
-        """Prometheus's text format; gauges: requests `running` and `waiting`."""
+        """Prometheus's text format; gauges: by the keys of `GAUGES`."""
         lines = []
         samples = [(name, words, {"": value}) for name, words, value in self._figures(gauges)]
         at = {f'{{position="{i}"}}': number for i, number in sorted(self.at.items())}

@@ -111,7 +111,7 @@ class SingleWriter:
             target_caches,
             group=group_of(model),
             num_read=num_read,
-            kept=text.kept,
+            drafter_states=text.drafter_states,
             of_batch={"num_unseen": num_read},
         )
         if not generation.drafting.is_shared:  # ranks must all read alike
@@ -198,7 +198,7 @@ class BatchWriter:
                 prompt_cache=caches,
                 num_read=num_read,
                 num_said=len(text.generated),
-                kept=text.kept,
+                drafter_states=text.drafter_states,
                 drafting=OwnDrafting(without_readers(text.drafter), text.rule, length),
                 is_end=text.take if text.may_end_early else None,
                 stats=text.stats,

@@ -26,7 +26,7 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.lab.papers.cascade import CascadeSession
 from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.sampling import Noise
-from specdec_mlx.server.kept import ServedStates
+from specdec_mlx.server.prefix_files import ServedStates
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.token_ids import to_list
 
@@ -166,7 +166,7 @@ def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
     model = Counting(target("llama", 1))
     drafter = lab.Cascade(sd.ModelDrafter(model), "suffix", num_first=2)
     context = replace(context_of(0.0), prefill_step_size=4)
-    kept = replace(context, kept=ServedStates(Prefixes(10)))
+    kept = replace(context, drafter_states=ServedStates(Prefixes(10)))
     said = [*PROMPT, 9, 31, 17]
     proposed, passes = [], []
     for known, prompt in ((kept, PROMPT), (kept, said), (context, said)):

@@ -23,7 +23,6 @@ from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.heads.drafter import anatomy_for_head
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
-from specdec_mlx.kept import StatesOnCache
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM
 from specdec_mlx.lab.training import online
 from specdec_mlx.lab.training.fitting import Updates
@@ -31,6 +30,7 @@ from specdec_mlx.lab.training.learner import Learner
 from specdec_mlx.lab.training.online import Bounds, OnlineDrafter, OnlineTrainer, learning_on
 from specdec_mlx.lab.training.run import PLAN, Data, Plan, train
 from specdec_mlx.lab.training.trainees import Size, Trainee
+from specdec_mlx.memory.drafter_states import StatesOnCache
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.server.flags import ServerSettings

@@ -27,7 +27,7 @@ from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4, layer_argume
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadReader, UnreadStates
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.kept import LatestRows
+from specdec_mlx.memory.drafter_states import LatestRows
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 

@@ -23,14 +23,18 @@ from typing import Any
 import mlx.core as mx
 
 from specdec_mlx.caches import Rollback, states_of
-from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows, KeptStates
+from specdec_mlx.contracts import (
+    MANY_WAITING,
+    MOST_WAITING,
+    DraftContext,
+    DrafterStates,
+    FeatureRows,
+)
 from specdec_mlx.drafters.draft_sources import DraftSource, Parents
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.kept import KEPT_ROWS, LatestRows
+from specdec_mlx.memory.drafter_states import KEPT_ROWS, LatestRows
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.trees.tree_pass import next_level, pass_over, patch_ropes, takes_trees, view_of
-
-MOST_CUT = 64  # rows of drafts and of replays that may lie behind the end of a text
 
 
 class UnreadStates:
@@ -82,7 +86,7 @@ class HeadReader(DraftSource):
         reads_alone: many waiting states are read by this reader. False in a batch, which reads the
             states of all its texts together.
         num_open: last positions of a text that not all layers can read before later tokens.
-        kept: where the state is kept, or None.
+        store: where the state is kept, or None.
         latest: the latest rows that were shown, in arrays of one or more rows.
         num_latest: number of these rows.
     """
@@ -97,7 +101,7 @@ class HeadReader(DraftSource):
         self.prompt = prompt
         self.takers = takers
         self.waiting = takers[0]
-        self.kept = context.kept if head.has_state else None
+        self.store = context.drafter_states if head.has_state else None
         self.latest: list[mx.array] = []
         self.num_latest = 0
         super().__init__(prompt, context, self.resume(context.num_unseen))
@@ -105,8 +109,8 @@ class HeadReader(DraftSource):
     def resume(self, num_unseen: int) -> range:
         """Take a kept state, if there is one. Returns the positions to leave out of the text."""
         caches: list[Any] | None = None
-        if self.kept is not None and num_unseen:
-            caches, num_held = self.kept.fetch(self.head, self.prompt[:num_unseen])
+        if self.store is not None and num_unseen:
+            caches, num_held = self.store.fetch(self.head, self.prompt[:num_unseen])
         if caches is None:
             return range(num_unseen)
         *caches, latest = caches
@@ -132,7 +136,7 @@ class HeadReader(DraftSource):
         rows = self.head.rows(features)
         for unread in self.takers:
             unread.add(rows)
-        if self.kept is not None and self.num_open:
+        if self.store is not None and self.num_open:
             self.remember(rows)
         # Waiting states take memory. The tokens of all but the latest states are known here.
         if self.reads_alone and self.waiting.num_rows >= MOST_WAITING:
@@ -141,23 +145,23 @@ class HeadReader(DraftSource):
     def remember(self, rows: mx.array) -> None:
         self.latest.append(rows)
         self.num_latest += rows.shape[0]
-        while self.num_latest - self.latest[0].shape[0] >= KEPT_ROWS + MOST_CUT:
+        while self.num_latest - self.latest[0].shape[0] >= 2 * KEPT_ROWS:
             self.num_latest -= self.latest.pop(0).shape[0]
 
     def close(self, length: int) -> None:
         super().close(length)
         # The rows of the last tokens may be unknown, and the last tokens need not be wanted.
         end = min(length - self.num_skipped, self.waiting.start + self.waiting.num_rows)
-        if self.kept is not None and end > self.num_open:
+        if self.store is not None and end > self.num_open:
             with suppress(CacheRollbackError):
-                self.keep(end, self.kept)
+                self.keep(end, self.store)
 
     @property
     def keeps(self) -> bool:
         """True if its caches outlive the generation."""
-        return self.kept is not None
+        return self.store is not None
 
-    def keep(self, end: int, kept: KeptStates) -> None:
+    def keep(self, end: int, store: DrafterStates) -> None:
         """Store the state of the first `end` tokens of this reader's text."""
         rows = mx.zeros((0, 1))
         if self.num_open:
@@ -170,7 +174,7 @@ class HeadReader(DraftSource):
         text = [*self.prompt, *self.tokens[self.num_prompt :]][: end + self.num_skipped]
         mx.async_eval(states_of(caches), rows, states)
         latest = LatestRows(rows, len(text), self.num_skipped, states)
-        kept.store(self.head, text, [*caches, latest])
+        store.store(self.head, text, [*caches, latest])
 
     @abstractmethod
     def finish(self, end: int, rows: mx.array) -> tuple[list[Any], list[mx.array]]:
@@ -210,6 +214,8 @@ class RecurrentSource(HeadReader):
     Attributes:
         levels: the head's layers.
         state: the head's state [1, D] of the last pair, or None before the first pair.
+        unread_states: of chained layers, at the beginning of the latest drafts, with the number of
+            tokens.
         drafted: tokens of the draft.
         next_states: states that the next step of the draft starts from.
         fed_parents: parents of the tree's nodes in the caches.
@@ -218,6 +224,7 @@ class RecurrentSource(HeadReader):
     drafted: list[mx.array]
     next_states: list[mx.array]
     fed_parents: list[int]
+    unread_states: list[tuple[int, list[mx.array]]]
 
     def __init__(self, head: Any, prompt: Sequence[int], context: DraftContext) -> None:
         self.head = head
@@ -228,11 +235,12 @@ class RecurrentSource(HeadReader):
         self.num_open = len(self.levels)
         super().__init__(head, prompt, context, [level.unread for level in takers])
         self.state: mx.array | None = None
+        self.unread_states = []
 
     def take_state(self, caches: list[Any], latest: LatestRows, end: int, has_rows: bool) -> bool:
-        own = iter(caches)
+        rest = iter(caches)
         for depth, level in enumerate(self.levels):
-            part = list(islice(own, len(level.rollback.caches)))
+            part = list(islice(rest, len(level.rollback.caches)))
             # Layer k lags k positions behind the first layer.
             level.rollback = Rollback(part, end - 1 - depth)
         if not has_rows:
@@ -278,6 +286,9 @@ class RecurrentSource(HeadReader):
             return 0
         for level in self.levels:
             level.rollback.checkpoint()
+        if self.is_chained and self.store is not None:
+            states = [level.unread.first(1) for level in self.levels[1:]]
+            self.unread_states = [*self.unread_states[-1:], (len(self.tokens), states)]
         self.drafted, self.next_states = [], [self.state] if self.head.moves_on else []
         self.fed_parents = []
         return limit if self.head.moves_on else min(limit, len(self.levels))
@@ -355,15 +366,19 @@ class RecurrentSource(HeadReader):
 
     def read_again(self, end: int, rows: mx.array) -> None:
         """Drop pairs from `end` on. Windows may go back farther, and then read pairs again."""
-        if self.is_chained:
-            if not self.go_back(end - self.num_open, rows[-self.num_open :]):
-                raise CacheRollbackError("the layers read each other's states")
-        else:
-            for depth, level in enumerate(self.levels):
-                reached = level.rollback.rewind_to(end - 1 - depth)
-                if end - reached > rows.shape[0]:
-                    raise CacheRollbackError("the rows to read again are not kept")
-                level.unread.reset(reached, rows[reached - end :])
+        length, states = end, list[mx.array]()
+        if self.is_chained:  # the states are known at the beginning of a draft
+            known = [known for known in self.unread_states if known[0] <= end]
+            length, states = known[-1] if known else (0, states)
+        for depth, level in enumerate(self.levels):
+            reached = level.rollback.rewind_to(length - 1 - depth)
+            reads_states = self.is_chained and depth > 0
+            is_known = reached == length - 1 - depth if reads_states else end - reached <= len(rows)
+            if length == 0 or not is_known:
+                raise CacheRollbackError("what the head has to read again is not kept")
+            level.unread.reset(
+                reached, states[depth - 1] if reads_states else rows[reached - end :]
+            )
         self.read_pairs()
 
     def read_pairs(self, except_last: int = 0) -> None:

@@ -144,7 +144,9 @@ class OnlineDrafter(Drafter):
         return f"{self.drafter.describe() or f'{self.folder}: draft model'}; learns on"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        session: Any = self.drafter.begin(prompt, replace(context, on_close=self._take, kept=None))
+        session: Any = self.drafter.begin(
+            prompt, replace(context, on_close=self._take, drafter_states=None)
+        )
         self.trainer.under_way.add(session.source)
         return session
 

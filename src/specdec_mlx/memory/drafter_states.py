@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.caches import STRATEGIES, Rollback, Trim, leaves
-from specdec_mlx.contracts import KeptStates
+from specdec_mlx.contracts import DrafterStates
 from specdec_mlx.errors import CacheRollbackError
 
 KEPT_ROWS = 64
@@ -87,7 +87,7 @@ class _State(NamedTuple):
     caches: list[Any]
 
 
-class StatesOnCache(KeptStates):
+class StatesOnCache(DrafterStates):
     """States that stay on the caller's prompt cache, as its tokens do (see `remember`).
 
     Args:
@@ -103,10 +103,10 @@ class StatesOnCache(KeptStates):
             return None, 0
         # The state goes to the generation, which stores it again at its end.
         self._set([other for other in self._states() if other is not state])
-        held = array("q", state.text).tolist()
-        length = num_common(held, list(tokens))
+        stored = array("q", state.text).tolist()
+        length = num_common(stored, list(tokens))
         with suppress(CacheRollbackError):
-            Rollback(state.caches, len(held)).rewind_to(length)
+            Rollback(state.caches, len(stored)).rewind_to(length)
             return (state.caches, length) if length else (None, 0)
         return None, 0
 
