@@ -31,6 +31,7 @@ from specdec_mlx.draft_length.costs import (
     prior_for,
 )
 from specdec_mlx.files import cache_root, parse, read_text, replacing
+from specdec_mlx.kernels.contract import Kernels
 from specdec_mlx.models.loading import PerModel
 
 BUDGET = 2.0  # of a drafter that costs time, in plain rounds; gains at most double it
@@ -206,37 +207,47 @@ def as_lists(samples: Samples) -> dict[int, list[float]]:
     return {rows: list(costs) for rows, costs in samples.items()}
 
 
-tuning_for = PerModel(Tuning.for_model)
-"""The tuning of a loaded model, which lives as long as the model."""
+_tunings: PerModel[dict[str, Tuning]] = PerModel(lambda model: {})
+
+
+def tuning_for(model: nn.Module, kernels: Kernels | None = None) -> Tuning:
+    """The tuning of a loaded model with these kernels, which lives as long as the model."""
+    name, tunings = kernels.name if kernels else "", _tunings(model)
+    if name not in tunings:
+        tunings[name] = Tuning.for_model(model)
+    return tunings[name]
 
 
 @contextmanager
-def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iterator[None]:
+def kept_tuning(
+    model: nn.Module, name: str, adapter: str | None = None, kernels: Kernels | None = None
+) -> Iterator[None]:
     """Load the saved tuning of a model, and save it again at the end."""
     if mx.distributed.init().rank() > 0:  # the first rank decides for all ranks
         yield
         return
-    path, source = tuning_path(name, adapter), "specdec-mlx: draft_length=auto"
+    path, source = tuning_path(name, adapter, kernels), "specdec-mlx: draft_length=auto"
     try:
         if path.exists():
-            tuning_for.put(Tuning.load(path, model), model)
+            _tunings(model)[kernels.name if kernels else ""] = Tuning.load(path, model)
     except (OSError, ValueError) as error:
         print(f"{source} starts to learn anew: {error}", file=sys.stderr)
     try:
         yield
     finally:
         try:
-            tuning_for(model).save(path)
+            tuning_for(model, kernels).save(path)
         except OSError as error:
             print(f"{source} cannot keep what was learned: {error}", file=sys.stderr)
 
 
-def tuning_path(name: str, adapter: str | None = None) -> Path:
-    """File of the tuning of a model and adapter, on this machine and MLX version."""
+def tuning_path(name: str, adapter: str | None = None, kernels: Kernels | None = None) -> Path:
+    """File of the tuning of a model, adapter and kernels, on this machine and MLX version."""
     paths = [Path(part).expanduser() for part in (name, adapter) if part is not None]
     parts = [str(path.resolve() if path.exists() else path) for path in paths]
     # Costs differ between machines and MLX versions.
     parts += [platform.node(), version("mlx"), str(mx.distributed.init().size())]
+    parts += [kernels.name] if kernels else []
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", paths[0].name) or "model"
     return cache_root() / "tuning" / f"{readable}-{digest}.json"
