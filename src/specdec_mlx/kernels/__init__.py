@@ -8,7 +8,7 @@ from functools import cache
 
 import mlx.nn as nn
 
-from specdec_mlx.arguments import AUTO, NO_DRAFTER, argument_error
+from specdec_mlx.arguments import AUTO, KERNELS, NO_DRAFTER, argument_error
 from specdec_mlx.errors import MissingPackageError, UnknownNameError
 from specdec_mlx.kernels.contract import Kernels
 from specdec_mlx.kernels.mlx_dspark import MlxDspark, installed_version, why_not
@@ -16,10 +16,8 @@ from specdec_mlx.kernels.split_attention import SplitAttention
 
 __all__ = ["Kernels", "MlxDspark", "SplitAttention", "make_kernels"]
 
-NAMES = AUTO, SplitAttention.name, MlxDspark.name, NO_DRAFTER
 
-
-class Several(Kernels):
+class JoinedKernels(Kernels):
     """Several kernels around the same passes. The first is the outermost."""
 
     def __init__(self, parts: Sequence[Kernels]) -> None:
@@ -47,8 +45,8 @@ def make_kernels(choice: Kernels | str | None) -> Kernels | None:
     All calls with one name share one object, and with it the results of its measurements.
 
     Args:
-        choice: an object, a name of `NAMES`, names joined by "+", or None. "auto" takes all kernels
-            that can run here.
+        choice: an object, a name of `arguments.KERNELS`, names joined by "+", or None. "auto" takes
+            all kernels that can run here.
 
     Raises:
         UnknownNameError: no kernels have this name.
@@ -62,14 +60,14 @@ def make_kernels(choice: Kernels | str | None) -> Kernels | None:
     if choice == NO_DRAFTER:
         return None
     if choice == AUTO:
-        return _named(_all_here())
-    return _named(choice)
+        return _made(_all_here())
+    return _made(choice)
 
 
 @cache
-def _named(names: str) -> Kernels:
+def _made(names: str) -> Kernels:
     parts = [_single(name) for name in names.split("+")]
-    return parts[0] if len(parts) == 1 else Several(parts)
+    return parts[0] if len(parts) == 1 else JoinedKernels(parts)
 
 
 @cache
@@ -77,7 +75,7 @@ def _single(name: str) -> Kernels:
     if name == SplitAttention.name:
         return SplitAttention()
     if name != MlxDspark.name:
-        raise UnknownNameError(f"kernels={name!r}: expected one of {', '.join(NAMES)}.")
+        raise UnknownNameError(f"kernels={name!r}: expected one of {', '.join(KERNELS)}.")
     if installed_version() is None:
         raise MissingPackageError(
             f'kernels={name!r} needs the package {name}: pip install "specdec-mlx[kernels]"'

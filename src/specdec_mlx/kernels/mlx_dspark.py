@@ -124,7 +124,7 @@ class MlxDspark(Kernels):
             )
             return Measured(is_known=True)
         finally:
-            global_state[0] = before
+            global_state[0][:] = before
         return Measured(True, ids, attention, [m for m in layers if id(m) in (ids or ())])
 
     def report(self) -> str:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from statistics import median_low
 from time import perf_counter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from specdec_mlx.kernels.contract import Kernels
 from specdec_mlx.models.anatomy import Function, replacing
@@ -29,11 +29,11 @@ from specdec_mlx.models.loading import PerModel
 FEWEST, MOST = 6, 15  # rows of a pass that may be cut
 MOST_IN_CALL = 5  # rows of each call
 LONG = 4096  # positions from which a pass may be cut
-CLASS = 2048  # positions of the first class of contexts; each doubling is a class
 REPEATS = 5  # times that either way runs in a race
 MARGIN = 1.05  # times that one call must take longer, so that the race is no accident
 TOLERANCE = 0.02  # most that the two ways may differ, in the largest value
 NAME = "scaled_dot_product_attention"  # of mlx-lm's function, in the modules that call it
+ARRAYS = "queries", "keys", "values", "mask", "sinks"  # its arguments that may be arrays
 
 Arguments = dict[str, Any]
 
@@ -81,17 +81,23 @@ class SplitAttention(Kernels):
         if shape is None:
             return function(**call)
         if shape not in self.faster:
-            # The race makes its own arrays, so that it does not keep the caches' old buffers.
-            self._races[shape] = partial(self._race, function, _stand_ins(call))
+            # The race makes its own arrays, so that it does not keep old buffers of the caches.
+            makers = tree_map(_maker, {name: call[name] for name in ARRAYS if name in call})
+            cache, kinds = call["cache"], ("bits", "group_size")
+            if hasattr(cache, "bits"):
+                cache = SimpleNamespace(**{name: getattr(cache, name) for name in kinds})
+            others = {"cache": cache, "scale": call["scale"]}
+            self._races[shape] = partial(self._race, function, others, makers)
         return split(function, call) if self.faster.get(shape) else function(**call)
 
-    def _race(self, function: Function, make: Callable[[], Arguments]) -> bool:
+    def _race(self, function: Function, others: Arguments, makers: Any) -> bool:
         """True if the call in parts is faster than the call as a whole, with the same values."""
-        call = make()
-        mx.eval(list(call.values()))
+        arrays = tree_map(lambda make: make(), makers)
+        call = others | arrays
+        mx.eval(arrays)
         # The pass under way must not count.
         mx.synchronize(mx.default_stream(mx.default_device()))
-        ways = partial(_whole, function, call), partial(split, function, call)
+        ways = partial(one_call, function, call), partial(split, function, call)
         outputs = [way() for way in ways]  # also compiles kernels
         difference = mx.abs(outputs[0] - outputs[1]).max() / mx.abs(outputs[0]).max()
         if not float(difference) <= TOLERANCE:
@@ -102,8 +108,8 @@ class SplitAttention(Kernels):
                 started = self.clock()
                 mx.eval(way())
                 times.append(self.clock() - started)
-        whole, parts = map(median_low, seconds)
-        return whole > MARGIN * parts
+        together, apart = map(median_low, seconds)
+        return together > MARGIN * apart
 
 
 @cache
@@ -130,17 +136,20 @@ def _shape_of(call: Arguments) -> Hashable | None:
     rows, length = queries.shape[-2], keys.shape[-2]
     if not (FEWEST <= rows <= MOST and length >= LONG):
         return None
-    kind: Hashable = mask
-    if isinstance(mask, mx.array):
-        if mask.ndim < 2 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != length:
-            return None
-        kind = str(mask.dtype), mask.ndim, mask.shape[-2]
-    elif mask not in (None, "causal"):
+    is_array = isinstance(mask, mx.array)
+    if is_array and (mask.ndim < 2 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != length):
         return None
-    kinds = str(queries.dtype), str(keys.dtype), keys.shape[-1], _first(call["values"]).shape[-1]
-    heads = queries.shape[:-1], queries.shape[-1], keys.shape[:-2]
-    bits = getattr(call["cache"], "bits", None), getattr(call["cache"], "group_size", None)
-    return heads, kinds, bits, kind, call.get("sinks") is None, (length // CLASS).bit_length()
+    if not is_array and mask not in (None, "causal"):
+        return None
+    return tuple(_kind(value) for _, value in tree_flatten([call.get(name) for name in ARRAYS]))
+
+
+def _kind(value: Any) -> Hashable:
+    if not isinstance(value, mx.array):
+        return value  # type: ignore[no-any-return]
+    # All lengths up to the next doubling share a race.
+    sizes = (size if size < LONG else LONG << (size // LONG).bit_length() for size in value.shape)
+    return (*sizes, value.dtype)
 
 
 def _first(keys: Any) -> mx.array:
@@ -148,59 +157,23 @@ def _first(keys: Any) -> mx.array:
     return keys if isinstance(keys, mx.array) else keys[0]
 
 
-def _stand_ins(call: Arguments) -> Callable[[], Arguments]:
-    """A function that makes arguments of the same shapes and types as these."""
-    shapes = {
-        name: tree_map(lambda array: (array.shape, array.dtype), call[name])
-        for name in ("queries", "sinks")
-        if call.get(name) is not None
-    }
-    width, cache = call["queries"].shape[-1], call["cache"]
-    is_packed = not isinstance(call["keys"], mx.array)
-    if is_packed:
-        pack = {"bits": cache.bits, "group_size": cache.group_size}
-        values_width = call["values"][0].shape[-1] * 32 // cache.bits
-    for name in ("keys", "values"):
-        first = _first(call[name])
-        size = first.shape[-1]
-        if is_packed:
-            size = width if name == "keys" else values_width
-        dtype = call["queries"].dtype if is_packed else first.dtype
-        shapes[name] = (*first.shape[:-1], size), dtype
-    mask = call["mask"]
-    if isinstance(mask, mx.array):
-        mask = mask.shape, mask.dtype
-    kept = {name: call[name] for name in call if name not in (*shapes, "mask", "cache")}
-    kind = _Packed(cache.bits, cache.group_size) if is_packed else None
-
-    def make() -> Arguments:
-        made: Arguments = {}
-        for number, (name, (shape, dtype)) in enumerate(shapes.items()):
-            made[name] = mx.random.normal(shape, key=mx.random.key(number)).astype(dtype)
-            if is_packed and name in ("keys", "values"):
-                made[name] = mx.quantize(made[name], **pack)
-        made["mask"] = _causal(*mask) if isinstance(mask, tuple) else mask
-        return kept | made | {"cache": kind}
-
-    return make
+def _maker(value: Any) -> Callable[[], Any]:
+    """A function that makes a value like this one: for an array, random numbers of its shape."""
+    if isinstance(value, mx.array):
+        return partial(_random, value.shape, value.dtype)
+    return lambda: value
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """What attention reads of a quantized cache."""
-
-    bits: int
-    group_size: int
-
-
-def _causal(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    rows, length = shape[-2:]
-    seen = mx.arange(length)[None] <= mx.arange(length - rows, length)[:, None]
-    mask = seen if dtype == mx.bool_ else mx.where(seen, 0.0, -1e4).astype(dtype)
-    return mx.broadcast_to(mask, shape)
+def _random(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    key = mx.random.key(0)
+    if dtype == mx.bool_:  # every row sees all keys
+        return mx.ones(shape, dtype)
+    if mx.issubdtype(dtype, mx.integer):  # packed keys or values
+        return mx.random.randint(0, 1 << 30, shape, key=key).astype(dtype)
+    return mx.random.normal(shape, key=key).astype(dtype)
 
 
-def _whole(function: Function, call: Arguments) -> mx.array:
+def one_call(function: Function, call: Arguments) -> mx.array:
     # mlx-lm's quantized attention scales the array of its queries in place.
     return function(**call | {"queries": call["queries"][...]})  # type: ignore[no-any-return]
 
