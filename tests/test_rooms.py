@@ -35,8 +35,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 214,
-    "numeric constants": 188,
+    "files": 215,
+    "numeric constants": 190,
     "protocols": 6,
     "public names": 20,
 }
@@ -55,10 +55,10 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 22_910,
-    "library": 132_100,
+    "core": 23_120,
+    "library": 134_250,
     "lab": 75_250,
-    "server": 43_650,
+    "server": 44_250,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
