@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks.agents import CLIENTS, QUIET, Traffic, counting, finished, install
 from benchmarks.server import MODULES, OURS, serving
@@ -154,7 +154,7 @@ def processor_seconds(process: psutil.Process) -> float:
 
 def read_answer(stream: str) -> tuple[str, dict[str, Any]]:
     """Text or call of a streamed answer, and its account."""
-    text, account = "", {}
+    text, account = "", dict[str, Any]()
     for line in stream.splitlines():
         if not line.startswith("data: {"):
             continue

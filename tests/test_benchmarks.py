@@ -62,6 +62,7 @@ COMMANDS = {
     "peers": "--peer mlx-dspark --help",
     "policies": "{texts} --curve m3-max",
     "prior": "{texts} --drafter ngram",
+    "real_agent": "--help",
     "recorded_drafts": "{texts} --draft-model {model} --json {out}",
     "recorded_tops": "{texts} --model {model} --json {out}",
     "replay": "{texts} --drafter ngram --num-draft-tokens 2",
