@@ -76,6 +76,7 @@ COMMANDS = {
     "systems": "--every 16 --max-tokens 4 --part cascades",
     "tables": "--help",
     "tree_cost": "--model {model} --repeats 1",
+    "windows": "--drafter eagle3 --texts 1 --max-tokens 8",
     "worst_case": "--model {model} --num-prompts 1 --repeats 1 --max-tokens 8",
 }
 """Arguments of each."""
