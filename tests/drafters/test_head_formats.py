@@ -445,6 +445,7 @@ FORMATS_BY_FILE: dict[str, str] = {
     **dict.fromkeys(REFERENCES, "a fixture"),
     "medusa": "a fixture",
     "pard": "a model",
+    "pard2": "a model",
     **dict.fromkeys(OWN_LAYERS, "prediction layers"),
     **dict.fromkeys(CASES, "a packaging"),
 }
@@ -461,7 +462,8 @@ def of_file(name: str, folder: Path) -> tuple[nn.Module, Any]:
             return heads.reference(name).target(), heads.loaded(name, folder)
         case "a model":
             model = tiny.build("llama", vocab_size=288)
-            return model, load_head(write_model_folder(folder, pard_token=17), model)
+            settings = {"pard2_target_layers": [-1, -8], "pard2": True} if name == "pard2" else {}
+            return model, load_head(write_model_folder(folder, pard_token=17, **settings), model)
     family, config = FAMILIES[name], tiny.CONFIGS[OWN_LAYERS[name]]
     part = config.get("text_config", config)
     model = tiny.build(OWN_LAYERS[name])
@@ -500,7 +502,7 @@ def test_no_format_is_left_out() -> None:
         if kind_of(heads.reference(name).config, heads.reference(name).weights) == kind
     }
     missing = {kind for kind, form in FORMATS.items() if form.loads} - kinds
-    assert missing <= {"medusa", "pard"}
+    assert missing <= {"medusa", "pard", "pard2"}
     layers = {name.removeprefix("mtp_") for name in FORMATS_BY_FILE}
     assert FAMILIES.keys() <= layers
 
@@ -593,6 +595,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "Hunyuan V4": ({"model_type": "hy_v4"}, ["model.mtp_layers.0.eh_proj.weight"], "Hunyuan V4"),
     "Inkling": ({"model_type": "inkling"}, ["model.mtp.0.eh_proj.weight"], "layers of inkling"),
     "Inkling's layer alone": ({"model_type": "inkling_mtp"}, ["eh_proj.weight"], "of inkling"),
+    "PARD-2 in training": (
+        {"pard2_target_layers": [-1], "pard_token": 3, "model_type": "llama"},
+        ["target_proj.weight"],
+        "projects the target's states into its embeddings",
+    ),
+    "Hydra": ({"hydra_num_heads": 4}, ["hydra_head.0.weight"], "holds Hydra heads"),
     "Nemotron's NVFP4": (
         STANDALONE | {"hidden_size": 32},
         ["fc.weight", "fc.weight_scale"],
