@@ -6,6 +6,7 @@ publisher, and `block_logits` is the formula of them all in NumPy.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -632,6 +633,26 @@ def test_other_gguf_files_are_refused_in_words(tmp_path: Path, monkeypatch: Any)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(HeadError, match=r"specdec-mlx\[gguf\]"):
         load_head(model, heads.target())
+
+
+def test_a_damaged_gguf_file_is_refused_or_a_head_that_works(tmp_path: Path) -> None:
+    """An error of ours, or the target's own text; nothing else."""
+    name, rng, refused = "Bonsai in GGUF", random.Random(0), 0
+    content, model = write(name, tmp_path).read_bytes(), target(name)
+    plain = [step.token for step in sd.speculate(model, PROMPT, None, max_tokens=6)]
+    for case in range(16):
+        # Half of the damage is in the header.
+        at = rng.randrange(4000 if case % 2 else len(content))
+        end = at + rng.choice([0, 1, 40, len(content)])
+        (tmp_path / "damaged.gguf").write_bytes(content[:at] + rng.randbytes(5) + content[end:])
+        try:
+            drafter = load_head(tmp_path / "damaged.gguf", model)
+        except HeadError:
+            refused += 1
+            continue
+        drafted = sd.speculate(model, PROMPT, drafter, max_tokens=6, num_draft_tokens=3)
+        assert [step.token for step in drafted] == plain, case
+    assert 0 < refused < 16
 
 
 def test_a_prediction_layer_of_step_3_7_is_that_of_step_3_5(tmp_path: Path) -> None:
