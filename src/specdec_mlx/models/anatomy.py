@@ -50,8 +50,8 @@ Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 _watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar("watchers", default=())
 _handing: ContextVar[Callable[[nn.Module, Any], Any] | None] = ContextVar("handing", default=None)
-_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
-"""Watchers, hand and answer of the pass that this thread builds."""
+_answers: ContextVar[Mapping[Function, Answer] | None] = ContextVar("answers", default=None)
+"""Watchers, hand and answers of the pass that this thread builds."""
 
 
 _lock = Lock()
@@ -143,13 +143,14 @@ def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
 
 @cache
 def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
-    def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)  # other code reads the signature of a module's call
+    def reporting(name: str) -> Callable[..., Any]:
+        @wraps(getattr(kind, name))  # other code reads the signature of a module's call
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             hand = _handing.get()
             if hand is not None and args:
                 args = hand(self, args[0]), *args[1:]
-            output = method(self, *args, **kwargs)
+            # Looked up for each call: kernels may replace the method of the class in this pass.
+            output = getattr(kind, name)(self, *args, **kwargs)
             for watcher in _watchers.get():
                 watcher((self, args[0] if args else None, output))
             return output
@@ -157,14 +158,18 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
         return call
 
     methods = [name for name in ("__call__", "as_linear") if hasattr(kind, name)]
-    members = {name: reporting(getattr(kind, name)) for name in methods}
+    members = {name: reporting(name) for name in methods}
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
 
 def replacing(
-    places: Iterable[tuple[ModuleType, str]], answer: Answer
+    places: Sequence[tuple[ModuleType, str]], answer: Answer
 ) -> AbstractContextManager[None]:
-    """Call `answer` in place of functions in the block. `places` are modules and names."""
+    """Call `answer` in place of functions in the block. `places` are modules and names.
+
+    Blocks may be nested. Each function has the answer of the innermost block that replaces it.
+    """
+    functions = [_original(getattr(*place)) for place in places]
 
     def replace(places: Iterable[tuple[ModuleType, str]]) -> None:
         for place in places:
@@ -174,17 +179,27 @@ def replacing(
         for place in places:
             setattr(*place, getattr(*place).__wrapped__)
 
-    return _swapped({place: place for place in places}, replace, put_back, _answer, answer)
+    answers = {**(_answers.get() or {}), **dict.fromkeys(functions, answer)}
+    return _swapped({place: place for place in places}, replace, put_back, _answers, answers)
 
 
 @cache
 def _answered(function: Function) -> Function:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        answer = _answer.get()
+        answer = (_answers.get() or {}).get(function)
         return function(*args, **kwargs) if answer is None else answer(function, args, kwargs)
 
+    _wrappers[call] = function
     return call
+
+
+_wrappers: dict[Function, Function] = {}
+"""The functions of `_answered`, and the functions that they stand for."""
+
+
+def _original(function: Function) -> Function:
+    return _wrappers.get(function, function)
 
 
 NUM_WATCHED = 7
