@@ -266,6 +266,12 @@ def _pard(
     files: HeadFiles, target: nn.Module, variant: Variant, options: dict[str, Any]
 ) -> PardDrafter:
     _check_options(files, variant, {"window"})
+    # The published PARD-2 models draft from the text alone. Their training files also read states.
+    if any("target_proj" in name for name in files.weight_map):
+        raise HeadError(
+            f"{files.name} projects the target's states into its embeddings, which is not read "
+            "yet. Give the model without target_proj, as it is published."
+        )
     model, tokenizer = load_model(files.name)
     mask = files.config["pard_token"]
     files.check_number("pard_token", mask, 0, anatomy_for_head(model).vocab_size - 1)
@@ -372,7 +378,7 @@ FORMATS: dict[str, Format] = {
         "EAGLE-3", r"(?ms)eagle3|\bdraft_vocab_size=|^fc\.weight$.*hidden_norm", _eagle3, _EAGLE3
     ),
     "gemma4_assistant": Format("Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE),
-    "pard2": Format("PARD-2, which reads the target", r"\bpard2_target_layers="),
+    "pard2": Format("PARD-2", r"\bpard2_target_layers=", load=_pard),
     "pard": Format("PARD", r"\bpard_token=", load=_pard),
     "hydra": Format("Hydra heads, which see each other", r"\bhydra_num_heads="),
     "medusa": Format("Medusa", r"(?m)medusa|^\d+\.\d+\.linear\.weight$", _medusa, _MEDUSA),
