@@ -29,7 +29,7 @@ import generate_map  # noqa: E402
 LONGEST_MODULE, LONGEST_FUNCTION = 5_600, 640
 """At most so many tokens of code: breaking a line makes nothing longer."""
 
-MOST_AT_THE_TOP = 21
+MOST_AT_THE_TOP = 22
 
 MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "GenerationBatch"}
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
@@ -56,9 +56,9 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_120,
-    "library": 134_250,
-    "lab": 75_250,
-    "server": 44_250,
+    "library": 136_700,
+    "lab": 75_330,
+    "server": 44_400,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

@@ -35,6 +35,7 @@ from specdec_mlx.files import read_text
 from specdec_mlx.memory.drafter_states import LatestRows, num_common
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.prefixes import Prefix, Prefixes, States, stateful
+from specdec_mlx.window_cache import WindowCache
 
 if TYPE_CHECKING:
     from specdec_mlx.server.flags import ServerSettings
@@ -122,7 +123,8 @@ class PrefixFiles:
             wait_for(flat)
             caches, rest = flat[: header.layers], iter(flat[header.layers :])
             if header.of_head:
-                caches[-1] = latest_rows(caches[-1], len(header.tokens))
+                *caches, rows = caches
+                caches = [*map(window_of_file, caches), latest_rows(rows, len(header.tokens))]
             of_point = stateful(caches)
             at = {p: [next(rest) for _ in of_point] for p in header.points or ()}
             # The time of its last use: `_delete_oldest` sorts by it.
@@ -138,7 +140,8 @@ class PrefixFiles:
         tokens, points = prefix.tokens, sorted(prefix.at)
         caches, of_head = prefix.caches, isinstance(prefix.caches[-1], LatestRows)
         if of_head:
-            caches = [*caches[:-1], stored_rows(caches[-1])]
+            *caches, rows = caches
+            caches = [*map(stored_window, caches), stored_rows(rows)]
         flat = [*caches, *chain.from_iterable(prefix.at[p] for p in points)]
         if not all(hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)):
             return  # of a class that mlx-lm does not read
@@ -202,6 +205,26 @@ def latest_rows(stored: ArraysCache, num_tokens: int) -> LatestRows:
     """The reverse of `stored_rows`, for a text of `num_tokens`."""
     rows, num_skipped, *states = stored.cache
     return LatestRows(rows[:-1], num_tokens, num_skipped.item(), states)
+
+
+def stored_window(cache: Any) -> Any:
+    """A window in a cache of mlx-lm's, for a file. Other caches stay as they are."""
+    if type(cache) is not WindowCache:
+        return cache
+    keys, values, *numbers = cache.state
+    stored = ArraysCache(3)
+    stored.cache = [keys, values, mx.array(numbers)]
+    return stored
+
+
+def window_of_file(stored: Any) -> Any:
+    """The reverse of `stored_window`."""
+    if type(stored) is not ArraysCache:
+        return stored
+    keys, values, numbers = stored.cache
+    cache = WindowCache(1)
+    cache.state = keys, values, *numbers.tolist()
+    return cache
 
 
 def files_for_head(head: Head, files: PrefixFiles | None) -> PrefixFiles | None:
