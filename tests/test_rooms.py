@@ -35,8 +35,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 215,
-    "numeric constants": 190,
+    "files": 216,
+    "numeric constants": 192,
     "protocols": 6,
     "public names": 20,
 }
@@ -56,9 +56,9 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_120,
-    "library": 136_700,
-    "lab": 75_330,
-    "server": 44_400,
+    "library": 136_900,
+    "lab": 75_340,
+    "server": 44_350,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

@@ -27,7 +27,7 @@ from specdec_mlx.memory.drafter_states import (
     KEPT_ROWS,
     MOST_OWNERS,
     NAME,
-    LatestRows,
+    LatestFeatures,
     StatesOnCache,
 )
 from specdec_mlx.token_ids import to_list
@@ -322,7 +322,7 @@ def test_states_are_few_and_go_with_their_owners() -> None:
     ]
     said(model, FIRST * 4, drafters[0], max_tokens=4, prompt_cache=caches)
     (state,) = getattr(caches[0], NAME)
-    assert isinstance(state.caches[-1], LatestRows)
+    assert isinstance(state.caches[-1], LatestFeatures)
     assert state.caches[-1].rows.shape[0] == KEPT_ROWS
     for drafter in drafters:
         said(model, THEN, drafter, max_tokens=4, prompt_cache=caches)

@@ -19,7 +19,7 @@ from specdec_mlx.contracts import Draft
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.drawing import ChainDraws
 from specdec_mlx.drafters.heads.drafter import anatomy_for_head
-from specdec_mlx.memory.drafter_states import LatestRows
+from specdec_mlx.memory.drafter_states import LatestFeatures
 from specdec_mlx.token_ids import to_list
 from tiny_model_folder import write_model_folder
 
@@ -110,7 +110,7 @@ def test_later_turns_are_drafted_as_one_text(
         ]
         resumed = [drafted(engine, *prompts) for prompts in conversations]
         entries = settled(engine).prefixes.entries
-        assert any(isinstance(entry.caches[-1], LatestRows) for entry in entries)
+        assert any(isinstance(entry.caches[-1], LatestFeatures) for entry in entries)
     with engine_for(folder, head, prompt_cache=disk) as engine:
         again = drafted(engine, *conversations[0])
     for prompts, found in zip(conversations, resumed, strict=True):

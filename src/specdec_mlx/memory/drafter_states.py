@@ -1,7 +1,7 @@
 """A drafter's side of a conversation, which is kept between its turns.
 
 A state is a list of caches that hold the first tokens of a text. A draft model's state is its
-caches. A head's state is its caches and `LatestRows`.
+caches. A head's state is its caches and `LatestFeatures`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT_ROWS = 64
 head goes on without the row before the cut."""
 
 
-class LatestRows:
+class LatestFeatures:
     """The latest rows of the target that a head was shown. The last of a head's kept caches.
 
     Attributes:
@@ -58,7 +58,7 @@ class LatestRows:
         return num_positions
 
 
-STRATEGIES[LatestRows] = Trim()
+STRATEGIES[LatestFeatures] = Trim()
 
 
 def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:

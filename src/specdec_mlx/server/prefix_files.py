@@ -32,7 +32,7 @@ from specdec_mlx.caches import leaves, wait_for
 from specdec_mlx.contracts import DrafterStates
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.files import read_text
-from specdec_mlx.memory.drafter_states import LatestRows, num_common
+from specdec_mlx.memory.drafter_states import LatestFeatures, num_common
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.prefixes import Prefix, Prefixes, States, stateful
 from specdec_mlx.window_cache import WindowCache
@@ -138,7 +138,7 @@ class PrefixFiles:
     def save(self, prefix: Prefix) -> None:
         """Write the caches of a text, in the place of those of a part of it."""
         tokens, points = prefix.tokens, sorted(prefix.at)
-        caches, of_head = prefix.caches, isinstance(prefix.caches[-1], LatestRows)
+        caches, of_head = prefix.caches, isinstance(prefix.caches[-1], LatestFeatures)
         if of_head:
             *caches, rows = caches
             caches = [*map(stored_window, caches), stored_rows(rows)]
@@ -192,7 +192,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def stored_rows(latest: LatestRows) -> ArraysCache:
+def stored_rows(latest: LatestFeatures) -> ArraysCache:
     """The rows in a cache of mlx-lm's, for a file."""
     stored = ArraysCache(2 + len(latest.states))
     # MLX does not write empty arrays.
@@ -201,10 +201,10 @@ def stored_rows(latest: LatestRows) -> ArraysCache:
     return stored
 
 
-def latest_rows(stored: ArraysCache, num_tokens: int) -> LatestRows:
+def latest_rows(stored: ArraysCache, num_tokens: int) -> LatestFeatures:
     """The reverse of `stored_rows`, for a text of `num_tokens`."""
     rows, num_skipped, *states = stored.cache
-    return LatestRows(rows[:-1], num_tokens, num_skipped.item(), states)
+    return LatestFeatures(rows[:-1], num_tokens, num_skipped.item(), states)
 
 
 def stored_window(cache: Any) -> Any:

@@ -27,7 +27,7 @@ from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4, layer_argume
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadReader, UnreadStates
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.memory.drafter_states import LatestRows
+from specdec_mlx.memory.drafter_states import LatestFeatures
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.window_cache import WindowCache
@@ -77,7 +77,9 @@ class BlockSource(HeadReader):
             self.head.read(self.waiting.take(self.waiting.num_rows), self.cache)
         return states_of(self.cache)
 
-    def take_state(self, caches: list[Any], latest: LatestRows, end: int, has_rows: bool) -> bool:
+    def take_state(
+        self, caches: list[Any], latest: LatestFeatures, end: int, has_rows: bool
+    ) -> bool:
         self.cache = caches
         self.waiting.reset(end)
         return True

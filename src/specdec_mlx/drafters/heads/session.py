@@ -32,7 +32,7 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.drafters.draft_sources import DraftSource, Parents
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.memory.drafter_states import KEPT_ROWS, LatestRows
+from specdec_mlx.memory.drafter_states import KEPT_ROWS, LatestFeatures
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.trees.tree_pass import next_level, pass_over, patch_ropes, takes_trees, view_of
 
@@ -125,7 +125,9 @@ class HeadReader(DraftSource):
         return range(end - self.num_open, first_row)
 
     @abstractmethod
-    def take_state(self, caches: list[Any], latest: LatestRows, end: int, has_rows: bool) -> bool:
+    def take_state(
+        self, caches: list[Any], latest: LatestFeatures, end: int, has_rows: bool
+    ) -> bool:
         """Go on from the caches of `end` positions. False if that is impossible.
 
         has_rows: the latest rows go up to the next row. Otherwise positions between are missing,
@@ -173,7 +175,7 @@ class HeadReader(DraftSource):
         caches, states = self.finish(end, rows)
         text = [*self.prompt, *self.tokens[self.num_prompt :]][: end + self.num_skipped]
         mx.async_eval(states_of(caches), rows, states)
-        latest = LatestRows(rows, len(text), self.num_skipped, states)
+        latest = LatestFeatures(rows, len(text), self.num_skipped, states)
         store.store(self.head, text, [*caches, latest])
 
     @abstractmethod
@@ -237,7 +239,9 @@ class RecurrentSource(HeadReader):
         self.state: mx.array | None = None
         self.unread_states = []
 
-    def take_state(self, caches: list[Any], latest: LatestRows, end: int, has_rows: bool) -> bool:
+    def take_state(
+        self, caches: list[Any], latest: LatestFeatures, end: int, has_rows: bool
+    ) -> bool:
         rest = iter(caches)
         for depth, level in enumerate(self.levels):
             part = list(islice(rest, len(level.rollback.caches)))
