@@ -322,7 +322,7 @@ def test_the_race_takes_quantized_keys_and_sinks() -> None:
     for bits, sinks in KINDS:
         kernels, call = SplitAttention(), call_of(8, "boolean", 8, bits, sinks)
         for name in ("keys", "values"):
-            long = normal(2, 8, 4096, 32)
+            long: Any = normal(2, 8, 4096, 32)
             if bits is not None:
                 long = mx.quantize(long, group_size=32, bits=bits)
             call[name] = long
