@@ -1,5 +1,11 @@
 """Look-ups of other projects, each a short program after its public description.
 
+    python -m benchmarks.replay --sessions sessions.jsonl --described   # beside our drafters
+    python -m benchmarks.described_lookups sessions.jsonl               # what ours does not find
+
+The second command asks what could be taken over. An oracle takes the better of two drafts in each
+round, ours or theirs, and its passes are counted. Ours is `SuffixDrafter` with a memory.
+
 llama.cpp describes its methods in docs/speculative.md and in pulls 5479, 18471 and 19164. MTPLX
 describes its context copy and RAMP in its README and in docs/ramp. Constants that are not described
 are marked as ours.
@@ -7,12 +13,20 @@ are marked as ours.
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter, LookUpSession, TextIndex
 from specdec_mlx.drafters.ngram import NGramCounts
+from specdec_mlx.drafters.suffix import SuffixDrafter
+from specdec_mlx.duck_typed import begin_session
+from specdec_mlx.lab.bench.record import Record
+from specdec_mlx.lab.bench.replay import greedy_context, record_of_sessions, right_path
+from specdec_mlx.lab.tables import markdown_table
+from specdec_mlx.memory.store import Memory
 
 Gram = tuple[int, ...]
 
@@ -381,3 +395,57 @@ METHODS: dict[str, Callable[[], DescribedDrafter]] = {
     "RAMP": lambda: DescribedDrafter("RAMP", Ramp),
 }
 """Each makes a new drafter. The methods of llama.cpp, and then MTPLX's."""
+
+
+def passes_of_the_better(record: Record, drafters: Sequence[Drafter], size: int) -> list[int]:
+    """Passes that take the best of several drafts each, and how often each drafter was first.
+
+    Args:
+        record: texts, in order.
+        drafters: the earlier drafter is the best of equal drafts.
+        size: most tokens of a draft.
+    """
+    firsts = [0] * len(drafters)
+    for text in record.texts:
+        context, done = greedy_context(record.settings.vocab_size), 0
+        sessions = [begin_session(one, list(text.prompt), context) for one in drafters]
+        while done < len(text.generated):
+            coming = text.generated[done:]
+            # The last token is the target's own.
+            most = min(size, len(coming) - 1)
+            accepted = [
+                len(right_path(session.propose(most), coming)) if most else 0
+                for session in sessions
+            ]
+            best = max(accepted)
+            firsts[accepted.index(best)] += 1
+            for session in sessions:
+                session.observe(coming[: best + 1])
+            done += best + 1
+        for session in sessions:
+            session.close(len(text.prompt) + done)
+    return firsts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what each method finds beyond ours."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.described_lookups")
+    parser.add_argument("sessions", help="JSON lines with messages, or turns and reference")
+    parser.add_argument("--method", action="append", choices=METHODS, help="repeatable")
+    parser.add_argument("--size", type=int, default=48, help="most tokens of a draft")
+    args = parser.parse_args(arguments)
+    record = record_of_sessions(args.sessions)
+    (alone,) = passes_of_the_better(record, [SuffixDrafter(Memory())], args.size)
+    rows = []
+    for name in args.method or METHODS:
+        drafters = [SuffixDrafter(Memory()), METHODS[name]()]
+        ours, theirs = passes_of_the_better(record, drafters, args.size)
+        both = ours + theirs
+        rows.append([name, f"{theirs:,}", f"{alone:,}", f"{both:,}", f"{1 - both / alone:.1%}"])
+    header = ["method", "rounds in which it finds more", "passes of ours", "of both", "saved"]
+    print(markdown_table(header, rows, 1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

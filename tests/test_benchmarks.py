@@ -63,6 +63,7 @@ class TestIt(unittest.TestCase):
 COMMANDS = {
     "agents": "{scratch} --write-target",
     "batches": "--model {model} --prompts {prompts} --rows 2 --groups 1 --repeats 1 --max-tokens 8",
+    "described_lookups": "{sessions} --method RAMP",
     "head_trees": "{medusa} --prompts {prompts} --every 5 --sizes 2 --max-tokens 8",
     "heads": "{medusa} --prompts {prompts} --every 5 --lengths 2 --max-tokens 8",
     "heavy": "--gigabytes 0.04 --num-draft-tokens 2 --texts 1 --max-tokens 8 --repeats 1",

@@ -9,16 +9,20 @@ from benchmarks.described_lookups import (
     Cache,
     ContextCopy,
     Described,
+    DescribedDrafter,
     MapKey,
     MapKeyFourValues,
     Mod,
     Ramp,
     Simple,
+    passes_of_the_better,
 )
 from specdec_mlx.draft_length.value import Fixed
 from specdec_mlx.drafters.ngram import NGramCounts
 from specdec_mlx.lab.bench.cost import linear_cost
+from specdec_mlx.lab.bench.record import Record
 from specdec_mlx.lab.bench.replay import replay_text
+from specdec_mlx.lab.bench.timing import Settings
 from specdec_mlx.lab.prompts import RecordedText
 
 COUNTING = list(range(100))
@@ -141,3 +145,18 @@ def test_a_method_that_is_right_saves_the_passes_of_its_drafts() -> None:
         vocab_size=1000,
     )
     assert (sample.passes, sample.accepted) == (15, 55)
+
+
+def test_an_oracle_of_two_drafters_takes_the_better_draft_in_each_round() -> None:
+    """40 tokens of either half of the prompt, and the passes in which each drafter was first."""
+    low, high = [*range(50)], [*range(100, 150)]
+    text = RecordedText("one", "x", [*low, *high], [*low[:40], *high[:40]])
+    record = Record("", {}, Settings(80, vocab_size=1000), [text])
+
+    def half(part: list[int]) -> DescribedDrafter:
+        return DescribedDrafter(str(part[0]), lambda _: Simple(part, 2))
+
+    # Two tokens of a half match. Of the 38 after them a pass takes 20, and the next takes 18 with
+    # a token of the other half.
+    assert passes_of_the_better(record, [half(low)], 19) == [2 + 2 + 39]
+    assert passes_of_the_better(record, [half(low), half(high)], 19) == [2 + 2 + 1, 2]
