@@ -23,7 +23,6 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from tqdm import tqdm
 
-from benchmarks.policies import MARK
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -40,6 +39,7 @@ from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.models.loading import load_model
 
+MARK = "<!-- The rest of this page is written by benchmarks.specbench. -->\n"
 TOP = 8  # likeliest tokens that are recorded of each place, as Token Recycling keeps
 IN_A_BATCH = 32
 SORTED_TOGETHER = 4 * IN_A_BATCH  # texts of like length share a batch, which has less padding
@@ -143,9 +143,9 @@ def answer(
     texts: dict[int, tuple[list[int], list[list[int]]]] = {uid: ([], []) for uid in ids}
     while responses := generator.next_generated():
         rows = mx.stack([response.logprobs for response in responses])
-        some = mx.argpartition(-rows, TOP, axis=-1)[:, :TOP]
-        order = mx.argsort(-mx.take_along_axis(rows, some, axis=-1), axis=-1)
-        likeliest: Any = mx.take_along_axis(some, order, axis=-1).tolist()
+        best = mx.argpartition(-rows, TOP, axis=-1)[:, :TOP]
+        order = mx.argsort(-mx.take_along_axis(rows, best, axis=-1), axis=-1)
+        likeliest: Any = mx.take_along_axis(best, order, axis=-1).tolist()
         for response, top in zip(responses, likeliest, strict=True):
             generated, tops = texts[response.uid]
             generated.append(response.token)

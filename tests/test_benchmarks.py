@@ -19,13 +19,13 @@ from mlx_lm.generate import generate_step
 
 import command_line
 from benchmarks import heads, server, specbench
-from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, make_peer
 from selection import FULL
 from specdec_mlx import lab
 from specdec_mlx.draft_length.value import Fixed
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.lab.bench.cost import linear_cost
+from specdec_mlx.lab.bench.peers import MLX_DSPARK, MLX_OPTIQ, make_peer
 from specdec_mlx.lab.bench.record import Record
 from specdec_mlx.lab.bench.replay import replay_text
 from specdec_mlx.lab.bench.timing import Settings
@@ -71,6 +71,7 @@ COMMANDS = {
     "memory": "{folder} --tokenizer {model} --max-tokens 100000",
     "mlx_lm_tests": "{mlx_lm_tests} --model {model}",
     "hosts": "--help",
+    "import_report": "{report}",
     "online": "--model {model} --draft-model {model} --texts 2 --held-out 1 --max-tokens 8",
     "papers": "--help",
     "peers": "--peer mlx-dspark --help",
@@ -113,6 +114,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     medusa = f"--model {lab.target_path()} --head {lab.head_path('medusa')}"
     made = {"model": str(model), "prompts": prompts, "texts": texts, "medusa": medusa}
     made["sessions"] = str(folder / "sessions.jsonl")
+    made["report"] = str(ROOT / "docs" / "data" / "report-cpu.json")
     made["scratch"] = str(folder / "scratch")
     made["questions"] = str(folder / "questions.jsonl")
     (folder / "tests").mkdir()

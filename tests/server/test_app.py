@@ -34,7 +34,7 @@ from specdec_mlx.server.requests import (
 from specdec_mlx.server.status import Totals
 from specdec_mlx.stats.account import SpeculationStats
 
-SECONDS = 60  # after which a test that waits fails
+SECONDS = 240  # after which a test that waits fails
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 9}
 ENDED = Ended("stop", num_prompt=7, num_cached=2, num_written=3)

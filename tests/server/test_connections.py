@@ -16,7 +16,7 @@ from specdec_mlx.server import app, connections
 from specdec_mlx.server.command import http_protocol
 from specdec_mlx.server.flags import ServerSettings
 
-SECONDS = 20  # after which a test that waits fails
+SECONDS = 240  # after which a test that waits fails
 GET = "GET /api/hello HTTP/1.1\r\n"
 HOST, ANOTHER = "Host: localhost\r\n", "X: y\r\n"
 

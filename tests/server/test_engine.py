@@ -17,7 +17,17 @@ from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 
 import tiny_model_folder
-from engines import ASKED, PROMPT, Client, ask, running, settled, submit, with_flags
+from engines import (
+    ASKED,
+    PROMPT,
+    Client,
+    ask,
+    queued_together,
+    running,
+    settled,
+    submit,
+    with_flags,
+)
 from selection import cases, in_one_test
 from specdec_mlx.batch.passes import SharedPasses
 from specdec_mlx.batch_caches import BatchCaches, SlotCache
@@ -130,7 +140,8 @@ def test_a_text_is_mlx_lms_alone_and_beside_others_in_fewer_passes(
     assert alone.ended.stats.target_passes < 60
     assert 0 < alone.ended.accepted <= 60
     assert not alone.ended.is_batched
-    both = [submit(engine, max_tokens=60), begin(engine, 0), begin(engine, 1)]
+    with queued_together(engine):
+        both = [submit(engine, max_tokens=60), begin(engine, 0), begin(engine, 1)]
     chat_again, *others = [client.wait() for client in both]
     assert chat_again.text == expected
     assert [other.text for other in others] == [plain(folder, prompt_of(i), 40) for i in (0, 1)]
@@ -158,7 +169,8 @@ def test_all_kinds_of_requests_run_together(engine: Engine) -> None:
     """With seeds, grammars, log-probabilities, penalties and stop strings."""
     alone = [*map(told, texts(engine, MIXED))]
     for _ in range(2):  # the prompts are in the caches the second time
-        clients = [begin(engine, i, **kind) for i, kind in enumerate(MIXED)]
+        with queued_together(engine):
+            clients = [begin(engine, i, **kind) for i, kind in enumerate(MIXED)]
         written = [client.wait() for client in clients]
         assert [*map(told, written)] == alone
         batched = [one.ended for one in written if one.ended and one.ended.is_batched]
@@ -186,10 +198,9 @@ def test_a_text_goes_on_without_a_seam_when_others_come(
     assert expected.ended.reason == "stop"
     others = [*map(told, texts(engine, [{}] * 3, 1))]
     for num_events in (1, 40):
-        client = begin(engine, 0, **kind)
-        for _ in range(num_events):
-            client.next()
-        joined = [begin(engine, i) for i in (1, 2, 3)]
+        client = begin(engine, 0, pause_at=num_events, **kind)
+        with queued_together(engine, client):
+            joined = [begin(engine, i) for i in (1, 2, 3)]
         written = client.wait()
         assert told(written) == told(expected)
         assert written.ended
@@ -202,10 +213,9 @@ def test_texts_of_recurrent_and_windowed_models_go_on_as_rows(name: str, tmp_pat
     """What was written is read again where caches cannot be shortened, and the text is the same."""
     folder = write_model_folder(tmp_path, name, max_position_embeddings=8192)
     with running(folder, flags=with_flags(num_draft_tokens=2), prefill_step_size=16) as engine:
-        client = begin(engine, 0, max_tokens=60)
-        for _ in range(20):
-            client.next()
-        other = begin(engine, 1)
+        client = begin(engine, 0, pause_at=20, max_tokens=60)
+        with queued_together(engine, client):
+            other = begin(engine, 1)
         assert client.wait().text == plain(folder, prompt_of(0), 60)
         assert other.wait().text == plain(folder, prompt_of(1), 40)
         assert isinstance(client.events[-1], Ended)
@@ -449,7 +459,8 @@ def test_texts_are_those_alone_however_they_are_drafted_for(
             patch.setattr(loading, "can_hold_rows", lambda model: False)
         with running(folder, flags=flags, **settings) as engine:
             alone = [*map(told, texts(engine, kinds))]
-            clients = [begin(engine, i, **kind) for i, kind in enumerate(kinds)]
+            with queued_together(engine):
+                clients = [begin(engine, i, **kind) for i, kind in enumerate(kinds)]
             written = [client.wait() for client in clients]
             assert [*map(told, written)] == alone
             batched = [one.ended.is_batched for one in written if one.ended]

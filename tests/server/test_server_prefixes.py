@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import tiny
-from engines import ask, running, settled, submit, with_flags
+from engines import ask, queued_together, running, settled, submit, with_flags
 from lossless import rows_of
 from selection import FULL, cases, in_one_test
 from specdec_mlx.server.prefix_files import PrefixFiles
@@ -398,8 +398,9 @@ def test_rows_of_a_batch_are_kept_too(folder: Path, tmp_path: Path) -> None:
     with running(folder, flags=with_flags(), prompt_cache=tmp_path) as engine:
         whole = ask(engine, messages=asked(SAID[:1]), max_tokens=40)
         kinds: list[dict[str, Any]] = [{}, {"stop": [whole.text[20:24]], "max_tokens": 40}]
-        clients = [submit(engine, messages=asked([SAID[2], "so"]), **kind) for kind in kinds]
-        clients += [submit(engine, messages=asked(SAID[:1]), **kind) for kind in kinds]
+        with queued_together(engine):
+            clients = [submit(engine, messages=asked([SAID[2], "so"]), **kind) for kind in kinds]
+            clients += [submit(engine, messages=asked(SAID[:1]), **kind) for kind in kinds]
         texts = [client.wait() for client in clients]
     assert all(ended(text).is_batched for text in texts[1:])
     assert ended(texts[-1]).stop is not None

@@ -10,7 +10,7 @@ import pytest
 from written_texts import CALL, END, TOOLS, UNCALL, cut, events_of, said, tokenizer, written
 
 import tiny_model_folder
-from engines import ask, running, submit, with_flags
+from engines import ask, queued_together, running, submit, with_flags
 from live import TEMPLATE, Script, post
 from selection import in_one_test
 from specdec_mlx.drafters.grammar import Grammar
@@ -327,7 +327,8 @@ def test_thoughts_are_closed_in_rows_of_a_batch_as_alone(
             told(ask(engine, **{**kind(i), "drafters": ["none"]})) for i in range(len(LIMITED))
         ]
         assert [told(ask(engine, **kind(i))) for i in range(len(LIMITED))] == plain
-        clients = [submit(engine, **kind(i)) for i in range(len(LIMITED))]
+        with queued_together(engine):
+            clients = [submit(engine, **kind(i)) for i in range(len(LIMITED))]
         texts = [client.wait() for client in clients]
         assert [*map(told, texts)] == plain
         assert any(text.ended.is_batched for text in texts if text.ended)

@@ -342,18 +342,19 @@ def test_eight_clients_get_the_texts_they_get_alone(server: Server) -> None:
 def test_hundreds_of_requests_leave_the_memory_as_it_was(server: Server) -> None:
     """With clients that hang up and wrong bodies of every protocol.
 
-    At first the kept prefixes and the allocator's pools fill, in steps that differ from run to run.
-    What leaks grows in every round: the least of three rounds is held, 4 KB a request.
+    At first the kept prefixes and the allocator's pools fill. Later the pools still grow now and
+    then, by several megabytes at once. A leak grows in every round, so one round that grows by less
+    than 4 KB a request shows that there is none.
     """
     before = [answered(server, path, 3) for path in PROTOCOLS]
     growth = []
     resident = 0
-    for _ in range(5):
+    while len(growth) < 3 or growth[-1] >= 4e6:
         soak(server, num_requests=200, num_hang_ups=20, num_distinct=10)
         fuzz(server, num_bodies=200)
         assert_healthy(server)
         now = server.process.memory_info().rss
         growth.append(now - resident)
         resident = now
-    assert min(growth[2:]) < 4e6, growth
+        assert len(growth) < 10 or growth[-1] < 4e6, growth
     assert [answered(server, path, 3) for path in PROTOCOLS] == before
