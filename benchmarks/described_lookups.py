@@ -348,6 +348,13 @@ class Ramp(ContextCopy):
         return 48
 
 
+class RampThroughout(Ramp):
+    """RAMP that never pauses, because no trained head drafts in its pauses here."""
+
+    def judge(self, accepted: int, drafted: int) -> None:
+        """Go on."""
+
+
 def same_before(tokens: Sequence[int], end: int, text: Sequence[int], most: int) -> int:
     """Number of tokens before `end` that equal the last tokens of a text, up to `most`."""
     length = 0
@@ -393,6 +400,7 @@ METHODS: dict[str, Callable[[], DescribedDrafter]] = {
     ),
     "context copy": lambda: DescribedDrafter("context copy", ContextCopy),
     "RAMP": lambda: DescribedDrafter("RAMP", Ramp),
+    "RAMP, no pause": lambda: DescribedDrafter("RAMP, no pause", RampThroughout),
 }
 """Each makes a new drafter. The methods of llama.cpp, and then MTPLX's."""
 

@@ -35,12 +35,7 @@ from specdec_mlx.models.loading import load_model
 from tiny_model_folder import write_model_folder
 
 ROOT = Path(__file__).parent.parent
-PARTS = {
-    "agent_model",
-    "described_lookups",
-    "oracles",
-    "recorded_rows",
-}  # modules that are no command
+PARTS = {"agent_model", "oracles", "recorded_rows"}  # modules that are no command
 FOREIGN = {"references"}  # runs torch, which is not installed
 LONG = {"power_of_probe", "server_load"}  # take minutes at their least
 

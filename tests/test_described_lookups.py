@@ -14,6 +14,7 @@ from benchmarks.described_lookups import (
     MapKeyFourValues,
     Mod,
     Ramp,
+    RampThroughout,
     Simple,
     passes_of_the_better,
 )
@@ -117,6 +118,11 @@ def test_context_copy_pauses_where_its_blocks_are_wrong() -> None:
     assert after(index, COUNTING[:6]) == []
     assert after(index, COUNTING[:6]) == COUNTING[6:14]
     assert after(index, [WRONG] * 7) == []
+
+    never = RampThroughout(COUNTING)
+    for _ in range(9):
+        assert after(never, COUNTING[:6])
+        never.append([WRONG])
 
 
 def test_ramp_copies_48_tokens_and_finds_its_place_again_after_a_mismatch() -> None:
