@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from tqdm import tqdm
 
-from specdec_mlx.contracts import Drafter
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, LookUpSession
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
@@ -32,8 +35,9 @@ from specdec_mlx.lab.bench.record import Record, describe_dtype, load_record, sa
 from specdec_mlx.lab.bench.replay import score_record
 from specdec_mlx.lab.bench.summary import ALL
 from specdec_mlx.lab.bench.timing import Settings
-from specdec_mlx.lab.papers.recycling import RecyclingDrafter, SuccessorTable
-from specdec_mlx.lab.papers.trees_of_several import TreeOf, default_trees
+from specdec_mlx.lab.papers.recycling import RecyclingDrafter, RecyclingIndex, SuccessorTable
+from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of
+from specdec_mlx.lab.papers.trees_of_several import default_trees
 from specdec_mlx.lab.prompts import RecordedText, encode_messages, read_lines
 from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.memory.store import Memory
@@ -174,6 +178,43 @@ def recycling() -> RecyclingDrafter:
     return RecyclingDrafter(num_draft=7, table=SuccessorTable())
 
 
+@dataclass(frozen=True)
+class RecyclingTree(RecyclingDrafter):
+    """Token Recycling in trees with children at all nodes, as published.
+
+    The published template has 80 nodes and 6 levels. It is close to this rule, which is ours: nodes
+    enter by the product of the ranks (1 to 8) on their path, the smallest first.
+    """
+
+    num_draft: int = 80
+    depth: ClassVar[int] = 6
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> LookUpSession:
+        """As `RecyclingDrafter`, with another index."""
+        index: Any = super().begin(prompt, context).index
+        return LookUpSession(BranchingIndex(**vars(index)))
+
+
+class BranchingIndex(RecyclingIndex):
+    """A text whose drafts branch at all nodes."""
+
+    def draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
+        """The tree of the likeliest successors of successors."""
+        last = (*self.tokens[-1:], *more)[-1]
+        nodes, waiting = list[TokenPath](), list[tuple[int, TokenPath]]([(1, ())])
+        while waiting and len(nodes) < min(limit, self.config.num_draft):
+            product, path = heappop(waiting)
+            if path:
+                nodes.append(path)
+            if len(path) == RecyclingTree.depth:
+                continue
+            known = self.table.successors.get((path or (last,))[-1:])
+            for rank, text in enumerate(known.texts if known else (), start=1):
+                # The product of a node is at least its parent's, so that parents come first.
+                heappush(waiting, (product * rank, path + text))
+        return draft_of(nodes)
+
+
 METHODS = (
     # The published look-up takes the earliest place of the last 3, 2 or 1 tokens.
     Method("prompt lookup as published", 10, lambda: PromptLookupDrafter(3, 1, 10, "earliest")),
@@ -182,7 +223,7 @@ METHODS = (
     Method("suffix", 40, SuffixDrafter),
     Method("n-gram", 10, lambda: NGramDrafter(num_draft=10)),
     Method("recycling, a chain", 7, recycling),
-    Method("recycling, a tree", 64, lambda: TreeOf(recycling())),
+    Method("recycling, a tree", 80, lambda: RecyclingTree(table=SuccessorTable())),
     Method("memory (suffix)", 10, lambda: SuffixDrafter(Memory())),
     Method("memory (suffix)", 40, lambda: SuffixDrafter(Memory())),
     Method("all of these, a tree", 64, lambda: default_trees(Memory(), recycling=True)),
@@ -197,7 +238,8 @@ def table(record: Record, methods: Sequence[Method] = METHODS) -> str:
     """
     parts = [part for part in PARTS if part in record.categories]
     header = ["method", "K", *(part.replace("_", " ") for part in parts), "all", "of a draft token"]
-    rows = []
+    counts = Counter(text.category for text in record.texts)
+    rows = [["answers", "", *(str(counts[part]) for part in parts), str(counts.total()), ""]]
     for method in tqdm(methods, leave=False):
         scored = score_record(
             record, {method.name: method.make}, [str(method.length)], linear_cost(0.0)

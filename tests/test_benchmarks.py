@@ -27,8 +27,9 @@ from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.peers import MLX_DSPARK, MLX_OPTIQ, make_peer
 from specdec_mlx.lab.bench.record import Record
-from specdec_mlx.lab.bench.replay import replay_text
+from specdec_mlx.lab.bench.replay import greedy_context, replay_text
 from specdec_mlx.lab.bench.timing import Settings
+from specdec_mlx.lab.papers.recycling import SuccessorTable
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import Token
 from specdec_mlx.models.loading import load_model
@@ -222,7 +223,8 @@ def test_spec_bench_counts_tokens_a_pass_of_each_part() -> None:
     sample = replay_text(
         known, method.make(), Fixed(10), linear_cost(0.0), max_tokens=40, vocab_size=1000
     )
-    header, _, row = specbench.table(record, [method]).splitlines()
+    header, _, answers, row = specbench.table(record, [method]).splitlines()
+    assert answers.replace(" ", "") == "|answers||1|1|2||"
     assert [cell.strip() for cell in header.split("|")[3:6]] == ["qa", "rag", "all"]
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     passes = 2 + 3 + 1  # tokens alone, full drafts, and the draft of what is left
@@ -235,6 +237,21 @@ def test_spec_bench_counts_tokens_a_pass_of_each_part() -> None:
         f"{60 / (passes + 20):.2f}",
         "100%",
     ]
+
+
+def test_a_tree_of_token_recycling_takes_nodes_by_the_product_of_their_ranks() -> None:
+    """A second guess waits until the first guesses of first guesses are in, as deep as they go."""
+    table = SuccessorTable()
+    for token, *likeliest in [(1, 2, 3, 4), (2, 5, 6), (3, 7), (5, 1)]:
+        table.note((token,), *((one,) for one in likeliest))
+    session = specbench.RecyclingTree(table=table).begin([9, 1], greedy_context(10))
+    # 1 -> 2 -> 5 -> 1 -> 2 ... have product 1, and six of them are the deepest path.
+    assert list(session.propose(6).tokens) == [2, 5, 1, 2, 5, 1]
+    assert list(session.propose(8).tokens)[6:] != [2, 5]
+    del table.successors[5,]
+    draft = session.propose(80)
+    # Ranks 1, 1 1, 1 2, 2, 2 1, 3, with products 1, 1, 2, 2, 2, 3.
+    assert (list(draft.tokens), draft.parents) == ([2, 5, 6, 3, 7, 4], [-1, 0, 0, -1, 3, -1])
 
 
 # Heads: each generation is charged with its own passes --------------------------------------------
