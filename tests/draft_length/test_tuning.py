@@ -35,6 +35,7 @@ from specdec_mlx.draft_length.costs import (
     Curve,
 )
 from specdec_mlx.draft_length.store import SHORT_CONTEXT, Tuning, tuning_for
+from specdec_mlx.kernels import JoinedKernels, MlxDspark, SplitAttention
 
 # Costs of passes: a staircase ---------------------------------------------------------------------
 
@@ -74,7 +75,9 @@ def test_nothing_measured_is_the_prior_and_its_tiles(name: str) -> None:
     curve, tile = CURVES[name], 64 if name.startswith("m5") else 32
     for rows in (*WIDTHS, 33, 65):
         assert CostModel(curve)(rows) == pytest.approx(curve(rows), rel=0.05)
-    assert name == "mildest" or curve(tile + 1) == curve(2 * tile) == 2 * curve(tile)
+    is_tiled = curve.points[-1][0] == 4 * tile
+    assert is_tiled == (name not in ("mildest", "amd-epyc-float-0.5gb"))
+    assert not is_tiled or curve(tile + 1) == curve(2 * tile) == 2 * curve(tile)
 
 
 def test_what_was_measured_outweighs_the_prior_within_bounds() -> None:
@@ -227,6 +230,15 @@ def test_the_prior_knows_the_machine_and_the_kind_of_model(monkeypatch):
         known = chip not in ("M9", "arm")
         assert (Tuning.for_model(experts).prior != costs.MILDEST) == known
         assert Tuning.for_model(experts).has_experts
+        costs_of_experts = Tuning.for_model(experts).cost_model()
+        # copied rows take the experts of their neighbours
+        is_cheaper = costs_of_experts(5, is_copied=True) < costs_of_experts(5)
+        assert is_cheaper == known
+        with_kernels = Tuning.for_model(
+            quantized, JoinedKernels([SplitAttention(), MlxDspark()])
+        ).prior
+        assert (with_kernels(8) < tuning.prior(8)) == (chip == "M4 Pro")
+        assert Tuning.for_model(quantized, SplitAttention()).prior == tuning.prior
         assert not tuning.has_experts
         assert Tuning.for_model(model).prior == costs.MILDEST
     assert len(chosen) == 5  # two are not known

@@ -27,6 +27,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from specdec_mlx.arguments import AUTO
 from specdec_mlx.cli.blas import blas_name
 from specdec_mlx.drafters.choosing.candidates import choose_for, models_in, weight_bytes
 from specdec_mlx.drafters.choosing.choice import DrafterChoice
@@ -54,7 +55,6 @@ MINUTES = 10.0
 DEPTHS = 256, 2048, 8192
 WIDTHS = tuple(range(1, 17))
 NUM_SWEEPS = 5
-AUTO_LENGTH = "auto"
 
 MOST_BYTES = 9e9  # of a model that is chosen, so that a report takes minutes on any chip
 SHARE_OF_MEMORY = 1 / 3
@@ -151,8 +151,10 @@ def format_report(report: MachineReport) -> str:
     """The report in Markdown."""
     parts = [f"{report.machine}\n\nModel: {report.model}. Draft model: {report.draft_model}."]
     if report.results:
-        modelled = {(r.drafter, r.category): r.ratio for r in report.modelled}
-        columns = SPEEDS | {"modelled": lambda r: or_dash(modelled.get((r.drafter, r.category)))}
+        modelled = {(r.drafter, r.kernels, r.category): r.ratio for r in report.modelled}
+        columns = SPEEDS | {
+            "modelled": lambda r: or_dash(modelled.get((r.drafter, r.kernels, r.category)))
+        }
         note = "modelled: look-up, with the same texts at the measured costs, without host time."
         parts += [markdown_table(*results_table(report.results, columns)), f"{SPEED_NOTE} {note}"]
     if report.costs:
@@ -309,10 +311,11 @@ def rows_of(
 
     Every row has plain decoding beside it, so that a row is compared under its own conditions.
     """
-    first, *ours = make_contenders(model, choice, [AUTO_LENGTH], settings, tokenizer)
+    first, *ours = make_contenders(model, choice, [AUTO], settings, tokenizer, kernels=[AUTO])
     # Look-up is first, because it needs no second model.
     for contender in sorted(ours, key=lambda one: one.drafter != DEFAULT_DRAFTER):
-        yield contender.drafter, partial(list, (first, contender))
+        name = contender.drafter + ", kernels" * bool(contender.kernels)
+        yield name, partial(list, (first, contender))
 
 
 def peer_rows(model: nn.Module, tokenizer: Any, settings: Settings) -> Iterator[Row]:
@@ -335,7 +338,7 @@ def modelled_of(record: Record, costs: dict[int, CostCurve]) -> list[Result]:
         return []
     # A new drafter has no memory of the texts.
     drafter = {DEFAULT_DRAFTER: DrafterChoice().resolve}
-    return score_record(record, drafter, [AUTO_LENGTH], costs[min(costs)]).results
+    return score_record(record, drafter, [AUTO], costs[min(costs)]).results
 
 
 # The machine and its models
