@@ -21,7 +21,7 @@ from specdec_mlx.draft_length.costs import isotonic
 from specdec_mlx.lab.bench.report import MachineReport, load_report
 
 CHIPS = Path(costs.__file__).with_name("chips.tsv")
-NO_TILE, MOST_ROWS = "0", 64
+NO_TILE = "0"
 
 
 def row_of(report: MachineReport, depth: int | None = None, fits: str = "") -> str:
@@ -43,11 +43,7 @@ def row_of(report: MachineReport, depth: int | None = None, fits: str = "") -> s
     curve, model = report.costs[depth], report.model
     # A pass over more rows never costs less, and the rest is noise.
     relative = isotonic([(cost, 1.0) for cost in curve.relative()])
-    points = list(zip(curve.positions, relative, strict=True))
-    # Beyond the widest pass, the mean slope of the upper half continues.
-    (m0, c0), (m1, c1) = points[len(points) // 2 - 1], points[-1]
-    points.append((MOST_ROWS, c1 + (c1 - c0) / (m1 - m0) * (MOST_ROWS - m1)))
-    pairs = (f"{m}:{cost:.3g}" for m, cost in points)
+    pairs = (f"{m}:{cost:.3g}" for m, cost in zip(curve.positions, relative, strict=True))
     what = f"{report.chip}, {report.backend}, {model}"
     name = "-".join(re.findall(r"[a-z0-9.]+", f"{report.chip} {model.weights}".lower()))
     name = f"{name.removeprefix('apple-')}-{model.gigabytes:.1f}gb"
