@@ -35,8 +35,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 207,
-    "numeric constants": 181,
+    "files": 214,
+    "numeric constants": 188,
     "protocols": 6,
     "public names": 20,
 }
@@ -55,9 +55,9 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 22_680,
-    "library": 125_200,
-    "lab": 71_250,
+    "core": 22_910,
+    "library": 132_100,
+    "lab": 75_250,
     "server": 43_650,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.

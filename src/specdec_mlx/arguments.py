@@ -31,6 +31,8 @@ PROCESS = "process"  # a memory that ends with its process, where a file's name 
 AUTO = "auto"  # the draft length that is chosen by what pays
 RULES = ("auto", "match", "coupled", "rejection", "block")
 """Names of the library's own rules."""
+KERNELS = (AUTO, "split", "mlx-dspark", NO_DRAFTER)
+"""Names of kernels for passes over several rows."""
 DRAFTER_GROUP, RULE_GROUP = "specdec_mlx.drafters", "specdec_mlx.rules"
 """Groups of entry points by which packages give their drafters and rules a name."""
 

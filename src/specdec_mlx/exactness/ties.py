@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -23,8 +24,16 @@ from specdec_mlx.arguments import argument_error
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import AcceptanceRule, Outcome, TargetRows
 from specdec_mlx.errors import LogitsError
-from specdec_mlx.exactness.probe import NUM_TEXTS, WIDTHS, places_of, prefilled, random_tokens
+from specdec_mlx.exactness.probe import (
+    NUM_TEXTS,
+    WIDTHS,
+    kernels_around,
+    places_of,
+    prefilled,
+    random_tokens,
+)
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of
+from specdec_mlx.kernels.contract import Kernels, within
 from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.sampling import Sampling
@@ -63,15 +72,26 @@ def emits_own_draws(rule: AcceptanceRule, sampling: Sampling) -> bool:
 
 
 @PerModel
-def tie_bound(model: nn.Module) -> float:
+def bounds_of(model: nn.Module) -> dict[str, float]:
+    """The measured bounds, by active kernels."""
+    return {}
+
+
+def tie_bound(model: nn.Module, kernels: Kernels | None = None) -> float:
     """Distance of two log-probabilities below which a wide pass may exchange them.
 
-    0 if the measured wide passes move no distance. Nothing is a tie then.
+    0 if the measured wide passes move no distance, as on kernels that compute each row alike.
+    Nothing is a tie then.
+
+    kernels: of wide passes, None for MLX's own.
     """
-    return SAFETY * largest_shift(model)
+    bounds, key = bounds_of(model), kernels.active(model) if kernels else ""
+    if key not in bounds:
+        bounds[key] = SAFETY * largest_shift(model, kernels)
+    return bounds[key]
 
 
-def largest_shift(model: nn.Module) -> float:
+def largest_shift(model: nn.Module, kernels: Kernels | None = None) -> float:
     """How far wide passes move the distances between a row's likeliest tokens, at most.
 
     Measured at the model's start on three texts, against single passes.
@@ -87,7 +107,9 @@ def largest_shift(model: nn.Module) -> float:
         likeliest = mx.argsort(-single, axis=-1)[:, :NUM_LIKELIEST]
         for width in WIDTHS:
             caches = Rollback(copy.deepcopy(start), states=states)
-            wide = log_probabilities(caches.forward(model, tokens[context : context + width]))
+            around = kernels_around(kernels, model, width, context)
+            run = partial(caches.forward, model, tokens[context : context + width])
+            wide = log_probabilities(within(around, run))
             moved = mx.take_along_axis(wide - single[:width], likeliest[:width], axis=-1)
             shifts.append(mx.max(moved, axis=-1).max() - mx.min(moved, axis=-1).min())
     return float(mx.stack(shifts).max())
