@@ -655,8 +655,9 @@ class Verifier:
             num_fed += num_drafted
         # Pending tokens that do not fit into one exact pass are fed before it. The draft stays in
         # one pass with at least one pending token, whose row judges the first draft token.
-        alone = self.tie_bound > 0 and not num_drafted
-        while fed.shape[0] > 1 and (room := alone or self.measure_width() or num_fed) < len(fed):
+        # Under `ties` a pass without a draft is plain.
+        most = 1 if self.tie_bound and not num_drafted else num_fed
+        while fed.shape[0] > 1 and (room := min(most, self.measure_width() or most)) < len(fed):
             self.feed(fed[:room], in_round=True)
             if self.state_reader is not None:
                 rows.append(self.fed_features()[0])
