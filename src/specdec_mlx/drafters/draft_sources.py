@@ -51,10 +51,13 @@ class DraftSource(ABC):
         at_once: `begin_draft` makes the `logits` [n, V] of a whole draft. Otherwise `next_logits`
             makes them token by token.
         places: rows in `logits`, of the end of the text and of each node of the draft.
+        log_confidences: log of the chances [n] that the source gives the tokens of its latest step.
+            They may depend on earlier tokens, and not on these tokens. None without an estimate.
     """
 
     at_once = False
     logits: mx.array
+    log_confidences: mx.array | None = None
 
     def __init__(self, prompt: Sequence[int], context: DraftContext, num_unseen: int = 0) -> None:
         self.context = context
@@ -142,10 +145,15 @@ class WritingSession(Session):
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         source = self.source
         length = source.begin_draft(limit)
+
+        def estimate() -> mx.array | None:
+            return source.log_confidences
+
         if source.at_once:
-            draft = truncate(self.drawn(length), goes_on)
+            draft = truncate(self.drawn(length), goes_on, estimate)
         else:
-            draft = draft_while(length, self.draws(), source.next_logits, goes_on, self.pace)
+            next_logits, pace = source.next_logits, self.pace
+            draft = draft_while(length, self.draws(), next_logits, goes_on, pace, estimate)
         source.end_draft()
         return draft
 

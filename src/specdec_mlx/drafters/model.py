@@ -40,6 +40,7 @@ from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.trees.tree_pass import TreeLayout, next_level, takes_trees, tree_pass
+from specdec_mlx.window_cache import check_window, limit_to_window
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -62,6 +63,8 @@ class ModelDrafter(Drafter):
             the target's tokenizer (see `drafters.tree_drafts`).
         on_every_rank: each machine of a target that is spread over several machines runs the draft
             model. By default the first machine runs it and sends its distributions.
+        window: number of latest positions that the model sees beside the first positions, None
+            for all. Layers that have windows or recurrent states of their own stay as they are.
 
     Tokens are drawn from the model's logits under the target's processors, temperature and filters
     (Leviathan et al. 2023, section 2.2). Greedy targets and opaque samplers get the argmax.
@@ -74,6 +77,7 @@ class ModelDrafter(Drafter):
     tokenizers: str = "any"
     branches: int = 1
     on_every_rank: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -82,12 +86,18 @@ class ModelDrafter(Drafter):
             )
         if self.tokenizers not in TOKENIZERS:
             raise argument_error("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
+        check_window(self.window)
         check_way_of_writing(self)
 
     @property
     def key(self) -> str:
         """Digest of the model, and its options."""
-        return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)})"
+        window = f", window={self.window}" if self.window else ""
+        return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)}{window})"
+
+    def make_cache(self) -> list[Any]:
+        """Empty caches of the draft model, which keep its window."""
+        return limit_to_window(make_prompt_cache(self.model), self.window)
 
     def models(self) -> Sequence[nn.Module]:
         return [self.model]
@@ -119,7 +129,7 @@ class ModelDrafter(Drafter):
         shared = self.shared_with(context)
         if shared is not None:
             # Drafts in other tokens are deterministic, so they come from a session of their own.
-            return Retokenized(self.model, shared, list(prompt), context)
+            return Retokenized(self.model, shared, list(prompt), context, self.make_cache())
         if context.shared_drafts is not None:
             return context.shared_drafts(self, prompt, context)
         return WritingSession(self, self.source(prompt, context))
@@ -145,7 +155,8 @@ class ModelReader(DraftSource):
         self.drafter = drafter
         self.model = drafter.model
         self.callers_cache = context.draft_cache
-        self.rollback = Rollback.of(self.model, self.callers_cache)
+        caches = self.callers_cache or make_prompt_cache(self.model)
+        self.rollback = Rollback(limit_to_window(caches, drafter.window))
         if self.callers_cache is not None:  # in step with the target's
             self.rollback.position = min(context.num_unseen, self.rollback.end)
 

@@ -5,13 +5,13 @@ Each text has a row of the caches. The first text that asks in a round draws dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback, wait_for
@@ -27,12 +27,12 @@ from specdec_mlx.exactness.probe import can_hold_rows
 class SharedDrafts:
     """Shared passes of the drafters in a batch, as `DraftContext.shared_drafts`."""
 
-    _by_model: dict[tuple[int, type], tuple[Any, DraftPasses | None]] = field(default_factory=dict)
+    _by_model: dict[tuple[Any, ...], tuple[Any, DraftPasses | None]] = field(default_factory=dict)
 
     def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin a text. It drafts alone for trees, and where passes cannot be shared."""
         model = drafter.model
-        key = id(model), type(drafter)
+        key = id(model), type(drafter), getattr(drafter, "window", None)
         if key not in self._by_model:
             self._by_model[key] = model, passes_of(drafter)
         passes = self._by_model[key][1]
@@ -49,10 +49,11 @@ def passes_of(drafter: Any) -> DraftPasses | None:
     # A subclass may draft in another way, for example with an early exit.
     if not (is_head or kind is ModelDrafter):
         return None
-    fresh = make_prompt_cache(model)
+    make_cache = model.make_cache if is_head else drafter.make_cache
+    fresh = make_cache()
     may_share = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
     caches = BatchCaches.like(fresh) if may_share else None
-    return None if caches is None else DraftPasses(model, caches, is_head)
+    return None if caches is None else DraftPasses(model, make_cache, caches, is_head)
 
 
 @dataclass
@@ -61,12 +62,14 @@ class DraftPasses:
 
     Attributes:
         model: the draft model or the head.
+        make_cache: makes empty caches of a single text.
         is_head: the model is a head, which reads a state and the token after it.
         sessions: sessions of the rows, in order.
         joining: sessions that have no row yet.
     """
 
     model: Any
+    make_cache: Callable[[], list[Any]]
     caches: BatchCaches
     is_head: bool
     sessions: list[SharedSession] = field(default_factory=list)
@@ -164,8 +167,7 @@ class DraftPasses:
         if session in self.sessions and caches is not None:
             rollback.rewind_to(length)
             self.go_back()
-            fresh = make_prompt_cache(self.model)
-            caches[:] = self.caches.extract(self.sessions.index(session), fresh)
+            caches[:] = self.caches.extract(self.sessions.index(session), self.make_cache())
             rollback = Rollback(caches, rollback.position)
         session.source.take_back(rollback)
 
