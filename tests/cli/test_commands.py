@@ -150,7 +150,7 @@ def test_plain_passes_decide_ties_if_the_flag_says_so(
 ) -> None:
     monkeypatch.setattr("specdec_mlx.target.tie_bound", lambda model, kernels: 1e9)
     flags = ["--draft-model", str(folders / "model"), "--drafter", "model"]
-    flags += ["--num-draft-tokens", "4"]
+    flags += ["--num-draft-tokens", "4", "--stats"]
     alone, decided = (
         generate(folders, *flags, *more, tokens=12) for more in ((), ("--ties", "plain"))
     )

@@ -216,7 +216,8 @@ def test_what_has_no_plain_text_is_refused_in_words(name: str) -> None:
 def test_batches_have_no_such_option() -> None:
     with pytest.raises(ValueError, match="None for several texts"):
         model, tokenizer = tiny.build("qwen2", **tiny_text.SHAPE), tiny_text.tokenizer()
-        list(sd.batch_stream_generate(model, tokenizer, ["a", "b"], max_tokens=2, ties="plain"))
+        how: dict[str, Any] = {"max_tokens": 2, "ties": "plain"}
+        list(sd.batch_stream_generate(model, tokenizer, ["a", "b"], **how))
 
 
 @in_one_test("rule", ["auto", "match", "rejection", "block"])
