@@ -173,7 +173,7 @@ def test_formulas_are_drawn_without_a_script(text: Path) -> None:
         assert "\\" not in drawn, formula
 
 
-ROOMS = ("drafters", "errors", "lab", "rules", "stats")
+ROOMS = ("drafters", "errors", "kernels", "lab", "rules", "stats")
 """Rooms of the public names that `specdec_mlx` itself does not have."""
 OF_ONE_MODULE = ("caches", "files", "generation", "mlx_lm_plugin", "vision")
 """Modules of which a response, a strategy or a vision model is public."""
@@ -345,6 +345,7 @@ def test_models_are_found_by_the_names_that_people_use() -> None:
 
 MEASURED = (
     "policies.md",
+    "specbench.md",
     "benchmarks.md",
     "measurements.md",
     "lossless.md",
