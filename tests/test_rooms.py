@@ -35,8 +35,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 216,
-    "numeric constants": 192,
+    "files": 217,
+    "numeric constants": 194,
     "protocols": 6,
     "public names": 20,
 }
@@ -55,7 +55,7 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 23_430,
+    "core": 23_450,
     "library": 138_720,
     "lab": 75_540,
     "server": 44_350,
