@@ -50,8 +50,9 @@ Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 _watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar("watchers", default=())
 _handing: ContextVar[Callable[[nn.Module, Any], Any] | None] = ContextVar("handing", default=None)
+_stand_ins: ContextVar[Mapping[int, nn.Module] | None] = ContextVar("stand_ins", default=None)
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
-"""Watchers, hand and answer of the pass that this thread builds."""
+"""Watchers, hand, stand-ins and answer of the pass that this thread builds."""
 
 
 _lock = Lock()
@@ -116,6 +117,18 @@ def handing(
     return _swapped(by_id, _report, _stop_reporting, _handing, hand)
 
 
+def standing_in(
+    pairs: Sequence[tuple[nn.Module, nn.Module]],
+) -> AbstractContextManager[None]:
+    """Make logits with the second module of each pair, where a pass calls the first one.
+
+    Embeddings that also make the logits still embed with all their rows.
+    """
+    by_id: dict[Any, nn.Module] = {id(module): module for module, _ in pairs}
+    stand_ins = {id(module): stand_in for module, stand_in in pairs}
+    return _swapped(by_id, _report, _stop_reporting, _stand_ins, stand_ins)
+
+
 _set = object.__setattr__  # past MLX's setter, which looks for parameters
 
 
@@ -143,13 +156,14 @@ def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
 
 @cache
 def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
-    def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(method: Callable[..., Any], makes_logits: bool) -> Callable[..., Any]:
         @wraps(method)  # other code reads the signature of a module's call
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             hand = _handing.get()
             if hand is not None and args:
                 args = hand(self, args[0]), *args[1:]
-            output = method(self, *args, **kwargs)
+            stand_in = (_stand_ins.get() or {}).get(id(self)) if makes_logits else None
+            output = method(self if stand_in is None else stand_in, *args, **kwargs)
             for watcher in _watchers.get():
                 watcher((self, args[0] if args else None, output))
             return output
@@ -157,7 +171,8 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
         return call
 
     methods = [name for name in ("__call__", "as_linear") if hasattr(kind, name)]
-    members = {name: reporting(getattr(kind, name)) for name in methods}
+    # An embedding that also makes the logits does so by `as_linear`, the last of these.
+    members = {name: reporting(getattr(kind, name), name == methods[-1]) for name in methods}
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
 

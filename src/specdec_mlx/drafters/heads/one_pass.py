@@ -20,8 +20,8 @@ from mlx_lm.models.cache import ArraysCache
 from specdec_mlx.caches import states_of
 from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.draft_sources import Parents, places_after
-from specdec_mlx.drafters.drawing import match_vocab
-from specdec_mlx.drafters.heads.drafter import Config, Head, spread, within
+from specdec_mlx.drafters.drawing import match_vocab, spread
+from specdec_mlx.drafters.heads.drafter import Config, Head, within
 from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadReader, UnreadStates
@@ -52,7 +52,7 @@ class BlockSource(HeadReader):
         length = min(limit, self.head.most_drafted) if self.waiting.start else 0
         if length:
             self.states = self.head.states(self.tokens[-1], length, self.cache)
-            self.logits = self.head.logits(self.states)
+            self.logits = self.head.logits(self.states, self.rows)
         return length
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
@@ -229,6 +229,10 @@ class DFlash(LayersHead):
                 self.markov_head = MarkovHead(self.width, sizes)
 
     @property
+    def tokens_a_pass(self) -> int:
+        return self.most_drafted
+
+    @property
     def correctors(self) -> list[Any]:
         return [self[name] for name in ("candidate_selector", "markov_head") if name in self]
 
@@ -326,6 +330,15 @@ class Medusa(Head):
             return super().draft_logits(states)
         each = zip(self.lm_heads, mx.split(states, states.shape[0]), strict=False)
         return mx.concatenate([matrix(state) for matrix, state in each])
+
+    @property
+    def output_modules(self) -> list[nn.Module]:
+        own: list[nn.Module] = self.get("lm_heads", [])
+        return own or super().output_modules
+
+    @property
+    def tokens_a_pass(self) -> int:
+        return self.most_drafted
 
     def state(self, state: mx.array, index: int) -> mx.array:
         """State [..., D] of one head, from the target's state [..., D]."""
