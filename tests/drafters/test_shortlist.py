@@ -449,7 +449,7 @@ def test_a_list_that_cannot_be_made_is_refused_in_words(tmp_path: Path) -> None:
             sd.ModelDrafter(target(), draft_vocab=str(tmp_path / name))
     (tmp_path / "no").write_text("text")
     with pytest.raises(MemoryFileError, match="is not a memory"):
-        _ = sd.ModelDrafter(target(), draft_vocab=str(tmp_path / "no")).shortlist
+        _ = sd.ModelDrafter(wide(), draft_vocab=str(tmp_path / "no")).shortlist
 
 
 @in_one_test("order", [(2, 2), (2, 4), (3, 4), (1, 2)])
