@@ -65,7 +65,7 @@ def rounded(model: nn.Module, bits: int) -> nn.Module:
     def round_to_bits(weights: Any) -> Any:
         if weights.ndim != 2 or weights.shape[1] % GROUP:
             return weights
-        how = {"group_size": GROUP, "bits": bits}
+        how: Any = {"group_size": GROUP, "bits": bits}
         return mx.dequantize(*mx.quantize(weights, **how), **how).astype(weights.dtype)
 
     model.update(tree_map(round_to_bits, model.parameters()))
@@ -125,8 +125,9 @@ def score_text(
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    weights: np.ndarray = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probs: np.ndarray = weights / weights.sum(axis=-1, keepdims=True)
+    return probs
 
 
 def format_scores(scores: Sequence[Score], length: int) -> str:

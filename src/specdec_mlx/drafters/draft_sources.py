@@ -25,7 +25,7 @@ from specdec_mlx.drafters.drawing import (
     sampling_of_drafts,
     truncate,
 )
-from specdec_mlx.drafters.shortlist import Rows, TextRows, check_draft_vocab
+from specdec_mlx.drafters.shortlist import OutputRows, TextRows, check_draft_vocab
 from specdec_mlx.drafters.tree_drafts import TreeDraws
 
 # of new nodes of a tree; None in a chain, where each token follows the last token
@@ -56,13 +56,13 @@ class DraftSource(ABC):
             makes them token by token.
         places: rows in `logits`, of the end of the text and of each node of the draft.
         text_rows: chooses rows of the output layer for this text, or None for all rows.
-        rows: the rows of the present draft, or None for all rows.
+        output_rows: the rows of the present draft, or None for all rows.
     """
 
     at_once = False
     logits: mx.array
     text_rows: TextRows | None = None
-    rows: Rows | None = None
+    output_rows: OutputRows | None = None
 
     def __init__(self, prompt: Sequence[int], context: DraftContext, num_unseen: int = 0) -> None:
         self.context = context
@@ -80,7 +80,7 @@ class DraftSource(ABC):
     def refresh_rows(self) -> None:
         """Take the rows for the next draft. They stay until its end."""
         if self.text_rows is not None:
-            self.rows = self.text_rows.refresh()
+            self.output_rows = self.text_rows.refresh()
 
     @abstractmethod
     def begin_draft(self, limit: int) -> int:

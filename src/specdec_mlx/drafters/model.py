@@ -207,7 +207,7 @@ class ModelReader(DraftSource):
             ids = mx.minimum(ids, width - 1)
         call = None if tree is None else partial(tree_pass, rows=tree)
         run = partial(self.rollback.forward, self.model, ids, call)
-        return run() if self.rows is None else self.rows.logits(run)
+        return run() if self.output_rows is None else self.output_rows.logits(run)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""

@@ -21,7 +21,7 @@ from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.drawing import ChainDraws, truncate
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter
-from specdec_mlx.drafters.shortlist import Rows, TextRows
+from specdec_mlx.drafters.shortlist import OutputRows, TextRows
 from specdec_mlx.exactness.probe import can_hold_rows
 
 
@@ -67,7 +67,7 @@ class DraftPasses:
         model: the draft model or the head.
         is_head: the model is a head, which reads a state and the token after it.
         text_rows: chooses rows of the output layer for all texts, or None for all rows.
-        rows: the rows of the present draft, or None for all rows.
+        output_rows: the rows of the present draft, or None for all rows.
         sessions: sessions of the rows, in order.
         joining: sessions that have no row yet.
     """
@@ -76,7 +76,7 @@ class DraftPasses:
     caches: BatchCaches
     is_head: bool
     text_rows: TextRows | None = None
-    rows: Rows | None = None
+    output_rows: OutputRows | None = None
     sessions: list[SharedSession] = field(default_factory=list)
     joining: list[SharedSession] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class DraftPasses:
         if asked_by not in self.sessions:
             return
         if self.text_rows is not None:
-            self.rows = self.text_rows.refresh(len(self.sessions))
+            self.output_rows = self.text_rows.refresh(len(self.sessions))
         # Extra rows are nearly free, so all texts get a draft even if only one text asked.
         self.read_ahead(MOST_PENDING)
         made, tokens = self.read(self.num_unread()), list[mx.array]()
@@ -153,15 +153,17 @@ class DraftPasses:
             width = max(map(len, ids))
             padded = [mx.pad(x, [(0, width - x.shape[0]), (0, 0)]) for x in states]
             call = partial(call.forward, mx.stack(padded))
-        with nullcontext() if self.rows is None or self.is_head else self.rows.in_use():
+        with (
+            nullcontext() if self.output_rows is None or self.is_head else self.output_rows.in_use()
+        ):
             made = self.caches.feed(call, ids)
         return [made[row, len(text) - 1][None] for row, text in enumerate(ids)]
 
     def logits(self, made: list[mx.array]) -> Sequence[mx.array]:
         """Logits [1, V] of each text, from the outputs of a pass."""
         if not self.is_head:
-            return made if self.rows is None else list(map(self.rows.widen, made))
-        return list(mx.split(self.model.logits(mx.concatenate(made), self.rows), len(made)))
+            return made if self.output_rows is None else list(map(self.output_rows.widen, made))
+        return list(mx.split(self.model.logits(mx.concatenate(made), self.output_rows), len(made)))
 
     def note(self) -> None:
         # Waiting states take memory, in proportion to the texts.

@@ -232,17 +232,19 @@ def make_shortlist(
             "one. Leave draft_vocab out."
         )
     num_tokens = int((layer.row_of >= 0).sum())
-    has_size = isinstance(draft_vocab, int)
-    size = draft_vocab if has_size else max(SMALLEST, num_tokens // SHARE)
+    size = max(SMALLEST, num_tokens // SHARE)
+    if isinstance(draft_vocab, int):
+        size = draft_vocab
     pays = layer.saved_bytes(size) >= LEAST_SAVED * layer.step_bytes
     if size >= num_tokens or (draft_vocab == AUTO and not pays):
         return None
-    is_file = draft_vocab != AUTO and not has_size
-    return Shortlist(layer, size, PairCounts.load(Path(draft_vocab)) if is_file else PairCounts())
+    is_file = draft_vocab != AUTO and not isinstance(draft_vocab, int)
+    counts = PairCounts.load(Path(str(draft_vocab))) if is_file else PairCounts()
+    return Shortlist(layer, size, counts)
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class OutputRows:
     """Rows of an output layer, in a copy.
 
     Attributes:
@@ -277,23 +279,23 @@ class TextRows:
 
     Attributes:
         shortlist: the choice of rows.
-        ends: tokens that are always in the list.
+        end_tokens: tokens that are always in the list.
     """
 
-    def __init__(self, shortlist: Shortlist, ends: Sequence[int] = ()) -> None:
+    def __init__(self, shortlist: Shortlist, end_tokens: Sequence[int] = ()) -> None:
         self.shortlist = shortlist
-        self.ends = ends
+        self.end_tokens = end_tokens
         self._unread: list[int] = []
         self._num_read = 0
         self._last_seen = np.zeros(len(shortlist.layer.row_of), int)  # number of the token, from 1
         self._is_listed = shortlist.layer.row_of < 0  # a token without a row cannot be added
-        self._rows: Rows | None = None
+        self._rows: OutputRows | None = None
 
     def read(self, tokens: Sequence[int]) -> None:
         """Take more tokens of a text. They are in the list from the next `refresh` on."""
         self._unread += tokens
 
-    def refresh(self, num_texts: int = 1) -> Rows:
+    def refresh(self, num_texts: int = 1) -> OutputRows:
         """The rows for the next draft. They are chosen again after `REFRESH` tokens of each text.
 
         num_texts: number of texts that are being written.
@@ -309,17 +311,17 @@ class TextRows:
                 self._rows = self._choose()
         return self._rows
 
-    def _choose(self) -> Rows:
+    def _choose(self) -> OutputRows:
         layer, text = self.shortlist.layer, np.flatnonzero(self._last_seen)
         latest = text[np.argsort(-self._last_seen[text])]
-        ids = self.shortlist.choose(latest, self.ends)
+        ids = self.shortlist.choose(latest, self.end_tokens)
         self._is_listed = layer.row_of < 0
         self._is_listed[ids] = True
         rows = mx.array(layer.row_of[ids])
         pairs = [(module, some_rows(module, rows)) for module in layer.modules]
         # The rows are copied now. A lazy copy would be made again for each draft.
         mx.async_eval([module.parameters() for _, module in pairs])
-        return Rows(mx.array(ids, mx.int32), pairs, layer.width)
+        return OutputRows(mx.array(ids, mx.int32), pairs, layer.width)
 
 
 def no_ids() -> Ids:
@@ -372,9 +374,9 @@ class PairCounts:
     def after(self, tokens: Ids) -> Ids:
         """The tokens that follow these tokens most often, without repetitions."""
         starts = np.searchsorted(self.firsts, tokens, "left")
-        ends = np.searchsorted(self.firsts, tokens, "right")
+        stops = np.searchsorted(self.firsts, tokens, "right")
         places = starts[:, None] + np.arange(SUCCESSORS)
-        return np.unique(self.seconds[places[places < ends[:, None]]])
+        return np.unique(self.seconds[places[places < stops[:, None]]])
 
     def totals(self) -> tuple[Ids, Ids]:
         """Tokens [n], and how often each token came second."""

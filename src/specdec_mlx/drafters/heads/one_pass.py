@@ -52,7 +52,7 @@ class BlockSource(HeadReader):
         length = min(limit, self.head.most_drafted) if self.waiting.start else 0
         if length:
             self.states = self.head.states(self.tokens[-1], length, self.cache)
-            self.logits = self.head.logits(self.states, self.rows)
+            self.logits = self.head.logits(self.states, self.output_rows)
         return length
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
@@ -230,7 +230,7 @@ class DFlash(LayersHead):
 
     @property
     def tokens_a_pass(self) -> int:
-        return self.most_drafted
+        return int(self.most_drafted)
 
     @property
     def correctors(self) -> list[Any]:
@@ -333,8 +333,7 @@ class Medusa(Head):
 
     @property
     def output_modules(self) -> list[nn.Module]:
-        own: list[nn.Module] = self.get("lm_heads", [])
-        return own or super().output_modules
+        return list(self.get("lm_heads", ())) or super().output_modules
 
     @property
     def tokens_a_pass(self) -> int:
