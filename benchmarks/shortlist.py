@@ -99,11 +99,11 @@ def score_text(
     """
     generated, place, latest = text.generated, 0, None
     ids = np.arange(logits.shape[1])
-    text_rows = None if shortlist is None else shortlist.begin(DraftContext())
-    if text_rows is not None:
-        text_rows.read(text.prompt)
+    text_shortlist = None if shortlist is None else shortlist.begin(DraftContext())
+    if text_shortlist is not None:
+        text_shortlist.read(text.prompt)
     while place < len(generated):
-        if text_rows is not None and (rows := text_rows.refresh()) is not latest:
+        if text_shortlist is not None and (rows := text_shortlist.refresh()) is not latest:
             latest, ids = rows, np.array(rows.ids)
             score.lists += 1
         accepted, end = 0, min(place + length, len(generated))
@@ -119,8 +119,8 @@ def score_text(
         score.tokens += step
         score.accepted += accepted
         score.passes += 1
-        if text_rows is not None:
-            text_rows.read(generated[place : place + step])
+        if text_shortlist is not None:
+            text_shortlist.read(generated[place : place + step])
         place += step
 
 

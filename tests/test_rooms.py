@@ -36,7 +36,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 207,
-    "numeric constants": 181,
+    "numeric constants": 183,
     "protocols": 6,
     "public names": 20,
 }
@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 22_680,
-    "library": 125_200,
+    "library": 129_200,
     "lab": 71_250,
     "server": 43_650,
 }

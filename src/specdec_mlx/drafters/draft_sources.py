@@ -25,7 +25,7 @@ from specdec_mlx.drafters.drawing import (
     sampling_of_drafts,
     truncate,
 )
-from specdec_mlx.drafters.shortlist import OutputRows, TextRows, check_draft_vocab
+from specdec_mlx.drafters.shortlist import OutputRows, TextShortlist, check_draft_vocab
 from specdec_mlx.drafters.tree_drafts import TreeDraws
 
 # of new nodes of a tree; None in a chain, where each token follows the last token
@@ -55,13 +55,13 @@ class DraftSource(ABC):
         at_once: `begin_draft` makes the `logits` [n, V] of a whole draft. Otherwise `next_logits`
             makes them token by token.
         places: rows in `logits`, of the end of the text and of each node of the draft.
-        text_rows: chooses rows of the output layer for this text, or None for all rows.
+        text_shortlist: chooses rows of the output layer for this text, or None for all rows.
         output_rows: the rows of the present draft, or None for all rows.
     """
 
     at_once = False
     logits: mx.array
-    text_rows: TextRows | None = None
+    text_shortlist: TextShortlist | None = None
     output_rows: OutputRows | None = None
 
     def __init__(self, prompt: Sequence[int], context: DraftContext, num_unseen: int = 0) -> None:
@@ -72,15 +72,15 @@ class DraftSource(ABC):
         self.num_prompt = len(self.tokens)
         self.places = [0]  # in `logits`, of the text's end and of the draft's nodes
 
-    def choose_rows(self, text_rows: TextRows) -> None:
+    def choose_rows(self, text_shortlist: TextShortlist) -> None:
         """Draft from some rows of the output layer from now on, chosen for the text so far."""
-        self.text_rows = text_rows
-        text_rows.read([*self.prompt[: self.num_unseen], *self.tokens])
+        self.text_shortlist = text_shortlist
+        text_shortlist.read([*self.prompt[: self.num_unseen], *self.tokens])
 
     def refresh_rows(self) -> None:
         """Take the rows for the next draft. They stay until its end."""
-        if self.text_rows is not None:
-            self.output_rows = self.text_rows.refresh()
+        if self.text_shortlist is not None:
+            self.output_rows = self.text_shortlist.refresh()
 
     @abstractmethod
     def begin_draft(self, limit: int) -> int:
@@ -112,8 +112,8 @@ class DraftSource(ABC):
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
-        if self.text_rows is not None:
-            self.text_rows.read(tokens)
+        if self.text_shortlist is not None:
+            self.text_shortlist.read(tokens)
 
     def close(self, length: int) -> None:
         """End the generation after the first `length` tokens of prompt and output."""

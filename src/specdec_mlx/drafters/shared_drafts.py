@@ -21,7 +21,7 @@ from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.drawing import ChainDraws, truncate
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter
-from specdec_mlx.drafters.shortlist import OutputRows, TextRows
+from specdec_mlx.drafters.shortlist import OutputRows, TextShortlist
 from specdec_mlx.exactness.probe import can_hold_rows
 
 
@@ -66,7 +66,7 @@ class DraftPasses:
     Attributes:
         model: the draft model or the head.
         is_head: the model is a head, which reads a state and the token after it.
-        text_rows: chooses rows of the output layer for all texts, or None for all rows.
+        text_shortlist: chooses rows of the output layer for all texts, or None for all rows.
         output_rows: the rows of the present draft, or None for all rows.
         sessions: sessions of the rows, in order.
         joining: sessions that have no row yet.
@@ -75,7 +75,7 @@ class DraftPasses:
     model: Any
     caches: BatchCaches
     is_head: bool
-    text_rows: TextRows | None = None
+    text_shortlist: TextShortlist | None = None
     output_rows: OutputRows | None = None
     sessions: list[SharedSession] = field(default_factory=list)
     joining: list[SharedSession] = field(default_factory=list)
@@ -85,8 +85,8 @@ class DraftPasses:
         self.update()
         if asked_by not in self.sessions:
             return
-        if self.text_rows is not None:
-            self.output_rows = self.text_rows.refresh(len(self.sessions))
+        if self.text_shortlist is not None:
+            self.output_rows = self.text_shortlist.refresh(len(self.sessions))
         # Extra rows are nearly free, so all texts get a draft even if only one text asked.
         self.read_ahead(MOST_PENDING)
         made, tokens = self.read(self.num_unread()), list[mx.array]()
@@ -111,8 +111,8 @@ class DraftPasses:
             else:
                 self.caches.add(alone.caches, alone.end)
                 self.sessions.append(session)
-                if self.text_rows is not None:
-                    session.source.choose_rows(self.text_rows)
+                if self.text_shortlist is not None:
+                    session.source.choose_rows(self.text_shortlist)
         staying = [(row, x) for row, x in enumerate(self.sessions) if not x.has_ended]
         self.caches.keep([row for row, _ in staying])
         self.sessions = [session for _, session in staying]

@@ -166,8 +166,8 @@ class Shortlist:
     size: int
     counts: PairCounts
 
-    def begin(self, context: DraftContext) -> TextRows:
-        return TextRows(self, sorted(getattr(context.tokenizer, "eos_token_ids", None) or ()))
+    def begin(self, context: DraftContext) -> TextShortlist:
+        return TextShortlist(self, sorted(getattr(context.tokenizer, "eos_token_ids", None) or ()))
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a file of another tokenizer's counts."""
@@ -274,7 +274,7 @@ class OutputRows:
         return self.widen(logits)
 
 
-class TextRows:
+class TextShortlist:
     """The rows for the drafts of a text, or of the texts of a batch.
 
     Attributes:
