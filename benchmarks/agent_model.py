@@ -220,7 +220,7 @@ class Agent:
     def object(self, schema: dict[str, Any], text: str) -> dict[str, Any]:
         """The required properties, and what an edit replaces."""
         properties = schema.get("properties") or {}
-        replaced = (name for name in properties if name.startswith("old"))
+        replaced = (name for name in properties if name.startswith(("old", "new")))
         names = dict.fromkeys([*schema.get("required", []), *replaced])
         return {name: self.argument(name, properties.get(name) or {}, text) for name in names}
 

@@ -254,6 +254,25 @@ def continue_config(url: str) -> dict[str, str]:
     return {".continue/config.yaml": text}
 
 
+def pi_config(url: str) -> dict[str, str]:
+    """Of pi: one provider with one model."""
+    provider = {"baseUrl": f"{url}/v1", "api": "openai-completions", "apiKey": KEY}
+    config = {"providers": {"specdec": provider | {"models": [{"id": MODEL}]}}}
+    return {".pi/agent/models.json": json.dumps(config, indent=2)}
+
+
+QUIET = {
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "COPILOT_OFFLINE": "true",
+    "DISABLE_AUTOUPDATER": "1",
+    "DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "PI_OFFLINE": "1",
+    "PI_TELEMETRY": "0",
+}
+"""Environment variables that keep clients from reporting to their authors, and from updates."""
+
 CLIENTS = (
     Client(
         "Claude Code",
@@ -303,6 +322,22 @@ CLIENTS = (
         before=lambda url: [
             *("cline", "auth", "-p", "openai", "-k", KEY, "-m", MODEL, "-b", f"{url}/v1")
         ],
+    ),
+    Client(
+        "pi",
+        "@mariozechner/pi-coding-agent",
+        lambda url, task: ["pi", "--model", f"specdec/{MODEL}", "-p", task],
+        files=pi_config,
+    ),
+    Client(
+        "Copilot CLI",
+        "@github/copilot",
+        lambda url, task: ["copilot", "--allow-all-tools", "-p", task],
+        lambda url: {
+            "COPILOT_PROVIDER_BASE_URL": f"{url}/v1",
+            "COPILOT_PROVIDER_API_KEY": KEY,
+            "COPILOT_MODEL": MODEL,
+        },
     ),
     Client(
         "Aider",
@@ -385,7 +420,7 @@ def try_client(client: Client, url: str, scratch: Path) -> Outcome:
             (home / path).write_text(content, encoding="utf-8")
         places = f"{programs}{os.pathsep}{os.environ['PATH']}"
         env = {"PATH": places, "HOME": str(home), "TERM": "dumb", "LANG": "C.UTF-8"}
-        env |= client.settings(address)
+        env |= QUIET | client.settings(address)
         if client.before:
             finished(client.before(address), work, env, here / "before.txt")
         status = finished(client.command(address, task), work, env, here / "output.txt")

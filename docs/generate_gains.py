@@ -2,7 +2,8 @@
 
     python docs/generate_gains.py
 
-From data/expected.json; between the two marks below, on every page that has them.
+From data/expected.json, and from data/report-*.json, which `specdec-mlx bench --report` wrote;
+between the marks below, on every page that has them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from pathlib import Path
 
 from figures import EXPECTED, MACHINES
 
+from specdec_mlx.lab.bench.report import MachineReport, load_report
+from specdec_mlx.lab.bench.summary import ALL, Result
+from specdec_mlx.lab.bench.timing import PLAIN
+
 DOCS = Path(__file__).parent
 IN_PACKAGE = DOCS.parent / "src/specdec_mlx/drafters/choosing/gains.tsv"
 BEGIN, END = "<!-- gains: docs/generate_gains.py -->", "<!-- end of gains -->"
 PLACE = re.compile(rf"(?<={BEGIN}\n).*?(?={END})", re.S)
+MEASURED, END_MEASURED = "<!-- measured: docs/generate_gains.py -->", "<!-- end of measured -->"
+PLACE_MEASURED = re.compile(rf"(?<={MEASURED}\n).*?(?={END_MEASURED})", re.S)
+REPORTS = sorted((DOCS / "data").glob("report-*.json"))
 
 KINDS = {
     "edits of files": ("auto", ["edit_session"]),
@@ -74,9 +82,54 @@ def lines() -> str:
     )
 
 
+CATEGORIES = {
+    "code_edit": "short edits",
+    "code": "code",
+    "summarization": "summaries",
+    "grounded_qa": "questions about a text",
+    "rewriting": "rewriting",
+    "chat": "chat",
+    ALL: "all",
+}
+DRAFTERS = {
+    "auto": "look-up",
+    "model": "draft model",
+    "mlx-lm-speculation": "mlx-lm's own, draft model",
+}
+
+
+def measured(report: MachineReport) -> str:
+    """A report's speeds by kind of text, measured and modelled, and how it was measured."""
+    rows = [
+        (f"{name}, {how}", results)
+        for how, some in (("measured", report.results), ("modelled", report.modelled))
+        for name, results in by_drafter(some).items()
+    ]
+    rows.sort(key=lambda row: not row[0].startswith("look-up"))  # modelled too, so side by side
+    lines = [["mlx-lm = 1", *CATEGORIES.values()], ["---", *["---:"] * len(CATEGORIES)]]
+    for name, results in rows:
+        ratios = {r.category: r.ratio for r in results}
+        speeds = (ratios.get(category) for category in CATEGORIES)
+        lines.append([name, *("" if ratio is None else f"{ratio:.2f}" for ratio in speeds)])
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    drafted = f" Draft model: {report.draft_model}." if report.draft_model else ""
+    return f"{report.machine}. Model: {report.model}.{drafted}\n\n{text}"
+
+
+def by_drafter(results: list[Result]) -> dict[str, list[Result]]:
+    """Name of a drafter as the table has it -> its results; plain decoding is left out."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        if result.drafter != PLAIN:
+            groups.setdefault(DRAFTERS.get(result.drafter, result.drafter), []).append(result)
+    return groups
+
+
 def written(page: str) -> str:
-    """The page with the table as it is now, wherever it has the marks."""
-    return PLACE.sub(lambda _: "\n" + table() + "\n", page)
+    """The page with the tables as they are now, wherever it has their marks."""
+    page = PLACE.sub(lambda _: "\n" + table() + "\n", page)
+    tables = "\n".join(measured(load_report(path)) for path in REPORTS)
+    return PLACE_MEASURED.sub(lambda _: "\n" + tables + "\n", page)
 
 
 def main() -> None:
@@ -84,7 +137,7 @@ def main() -> None:
     IN_PACKAGE.write_text(lines(), encoding="utf-8")
     for path in DOCS.glob("*.md"):
         page = path.read_text(encoding="utf-8")
-        if BEGIN in page:
+        if BEGIN in page or MEASURED in page:
             path.write_text(written(page), encoding="utf-8")
 
 

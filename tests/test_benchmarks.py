@@ -17,10 +17,10 @@ import pytest
 
 import command_line
 from benchmarks import heads, server
-from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, make_peer
 from selection import FULL
 from specdec_mlx import lab
 from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.lab.bench.peers import MLX_DSPARK, MLX_OPTIQ, make_peer
 from specdec_mlx.loop import Token
 from specdec_mlx.models.loading import load_model
 from tiny_model_folder import write_model_folder
@@ -56,6 +56,7 @@ COMMANDS = {
     "memory": "{folder} --tokenizer {model} --max-tokens 100000",
     "mlx_lm_tests": "{mlx_lm_tests} --model {model}",
     "hosts": "--help",
+    "import_report": "{report}",
     "online": "--model {model} --draft-model {model} --texts 2 --held-out 1 --max-tokens 8",
     "papers": "--help",
     "peers": "--peer mlx-dspark --help",
@@ -95,6 +96,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     medusa = f"--model {lab.target_path()} --head {lab.head_path('medusa')}"
     made = {"model": str(model), "prompts": prompts, "texts": texts, "medusa": medusa}
     made["sessions"] = str(folder / "sessions.jsonl")
+    made["report"] = str(ROOT / "docs" / "data" / "report-cpu.json")
     made["scratch"] = str(folder / "scratch")
     (folder / "tests").mkdir()
     (folder / "tests" / "test_it.py").write_text(GENERATES)

@@ -357,7 +357,7 @@ MEASURED = (
 GENERATED = ("commands.md", "architectures.md", "mutations.md")
 OF_NO_GAIN = re.compile(
     r"(?ms)^(```|~~~).*?^\1"  # code and what it prints
-    r"|^<!-- gains.*?<!-- end of gains -->|^<!-- known.*?<!-- end of known -->"  # generated
+    r"|^<!-- (gains|measured|known).*?<!-- end of \2 -->"  # generated
     r"|\d+\.\d+\.\d+|[A-Za-z\]] \d+\.\d+|version \d\.\d+|-\d\.\d+"  # versions and names
 )
 

@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 
 import heads
 from benchmarks import host_time
-from benchmarks.host_time import Kind, Table, generate, kinds, prompt_of
+from benchmarks.host_time import LOOPS, Kind, Table, gaps, generate, kinds, prompt_of
 from scripted import ScriptedDrafter
 from specdec_mlx import loop
 from specdec_mlx.caches import Rollback
@@ -192,3 +192,20 @@ def test_a_round_takes_no_more_python_calls_than_it_did(tmp_path: Path) -> None:
     found = {kind: calls_a_round(kind, tmp_path / kind) for kind in MOST}
     for kind, most in MOST.items():
         assert all(a <= b for a, b in zip(found[kind], most, strict=True)), found
+
+
+@pytest.mark.parametrize(("draft_length", "most"), [(4, (59, 129)), (8, (59, 173))])
+def test_a_round_with_a_draft_model_launches_no_more_than_mlx_lms(
+    draft_length: int, most: tuple[int, int]
+) -> None:
+    """A step of the draft has fewer operations, and the pass that verifies has few more: it makes
+    each row of log-probabilities an array of its own."""
+    ours, theirs = (
+        gaps(loop, Table(256), draft_length, 4, counts=True) for loop in LOOPS["tokens"]
+    )
+    for (own, other), most_calls, more in zip(
+        zip(ours, theirs, strict=True), most, (0, 1), strict=True
+    ):
+        assert len(own) >= 3
+        assert own[-1].calls <= most_calls
+        assert 0 < own[-1].operations <= other[-1].operations + more

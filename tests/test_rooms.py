@@ -35,8 +35,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 207,
-    "numeric constants": 183,
+    "files": 208,
+    "numeric constants": 185,
     "protocols": 6,
     "public names": 20,
 }
@@ -57,7 +57,7 @@ CORE = tuple(
 TOKENS = {
     "core": 22_680,
     "library": 129_200,
-    "lab": 71_250,
+    "lab": 75_100,
     "server": 43_650,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.

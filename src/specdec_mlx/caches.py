@@ -469,8 +469,8 @@ class Rollback:
         return self.position
 
     def strategies(self) -> list[tuple[Any, Strategy]]:
-        # Quantization replaces entries of the list.
-        if [*map(id, self._strategies_of)] != [*map(id, self.caches)]:
+        # Quantization replaces entries of the list. Entries that stayed are compared by identity.
+        if self._strategies_of != self.caches:
             self._strategies_of = list(self.caches)
             self._strategies = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
             self._take_any_width = all(s.takes_any_width for _, s in self._strategies)

@@ -105,7 +105,7 @@ class Selection:
     def choose(self, room: Room) -> Choice:
         reasons, was_paid = [NOT_WORTH], False
         for group in self.groups:
-            best = self.look_up(group, room, reasons)
+            best = self.look_up(group, room, reasons) if self.has_cheap else NOTHING
             # No drawn token decides: a drawn draft must not depend on its own tokens (see
             # `Session.groups`).
             is_certain = len(best[1].tokens) > 0 and best[1].logprobs is None

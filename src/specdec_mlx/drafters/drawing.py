@@ -116,8 +116,8 @@ class ChainDraws:
 
 def _first(parts: Sequence[mx.array], length: int) -> mx.array:
     """The first rows of some arrays, as one array. Each array has at least one row."""
-    # MLX does not copy a single array, or a slice of everything.
-    return mx.concatenate(list(parts[:length]))[:length]
+    joined = mx.concatenate(list(parts[:length]))  # MLX does not copy a single array
+    return joined if joined.shape[0] == length else joined[:length]
 
 
 def draft_to(length: int, draws: ChainDraws, step: NextLogits) -> Draft:

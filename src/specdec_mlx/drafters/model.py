@@ -164,6 +164,12 @@ class ModelReader(DraftSource):
         if self.callers_cache is not None:  # in step with the target's
             self.rollback.position = min(context.num_unseen, self.rollback.end)
 
+    @cached_property
+    def most_id(self) -> int | None:
+        """The model's last id if the target may have more ids, since MLX does not check bounds."""
+        width, of_target = vocab_size_of(self.model), self.context.vocab_size
+        return width - 1 if of_target is None or width < of_target else None
+
     @property
     def is_lent(self) -> bool:
         """True if the caches are the target's, which the loop rewinds."""
@@ -179,6 +185,8 @@ class ModelReader(DraftSource):
     def catch_up(self) -> None:
         """Read the text except its last tokens, which a draft's first pass reads."""
         self.drafter.fill(self)
+        if self.num_unread <= 2:
+            return
         trims = self.drafter.branches > 1 or can_trim_prompt_cache(self.rollback.caches)
         most = MOST_PENDING if trims else 2
         self.read_to(len(self.tokens) - 1, most - 1)
@@ -201,10 +209,8 @@ class ModelReader(DraftSource):
 
     def feed(self, ids: mx.array, tree: TreeLayout | None = None) -> mx.array:
         """Run one pass over a chain or a tree. Returns logits [S, W] of the model."""
-        width = vocab_size_of(self.model)
-        if self.context.vocab_size is None or width < self.context.vocab_size:
-            # The target may have more ids, and MLX does not check bounds.
-            ids = mx.minimum(ids, width - 1)
+        if self.most_id is not None:
+            ids = mx.minimum(ids, self.most_id)
         call = None if tree is None else partial(tree_pass, rows=tree)
         run = partial(self.rollback.forward, self.model, ids, call)
         return run() if self.output_rows is None else self.output_rows.logits(run)

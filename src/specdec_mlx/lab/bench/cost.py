@@ -22,7 +22,7 @@ from specdec_mlx.target import Verifier
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"
-NUM_CACHED = 256
+NUM_CACHED, PREFILL_STEP = 256, 512
 RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small model on a laptop
 
 
@@ -94,23 +94,28 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
 
 
 class CostMeter:
-    """Measures c(m) of a model with a cache of a few hundred tokens.
+    """Measures c(m) of a model with a cache of `num_cached` tokens.
 
     The sweeps are spread over a benchmark. Each pass is divided by the passes over a single
     position before and after it, which cancels changes in the machine's speed.
     """
 
     def __init__(
-        self, model: nn.Module, tokens: Sequence[int], widths: Sequence[int] = WIDTHS
+        self,
+        model: nn.Module,
+        tokens: Sequence[int],
+        widths: Sequence[int] = WIDTHS,
+        num_cached: int = NUM_CACHED,
     ) -> None:
         self._widths = tuple(widths)
         how, caches = Options(rule="match"), Rollback.of(model)
         self._verifier = Verifier(model, caches, how)
         # Real text, because it decides which experts a model with experts reads.
-        self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
+        self._tokens = list(islice(cycle(tokens), max(num_cached, *widths)))
         with mx.stream(generation_stream):
-            self._verifier.feed(mx.array(self._tokens))
-            wait_for(self._verifier.rollback.caches)
+            for start in range(0, len(self._tokens), PREFILL_STEP):
+                self._verifier.feed(mx.array(self._tokens[start : start + PREFILL_STEP]))
+                wait_for(self._verifier.rollback.caches)
         self._single: list[float] = []
         self._ratios: dict[int, list[float]] = {width: [] for width in self._widths[1:]}
         self.sweep()

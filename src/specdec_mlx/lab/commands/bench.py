@@ -6,7 +6,9 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace as replaced
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +18,19 @@ from msgspec.structs import replace
 
 from specdec_mlx.arguments import checked, new_file, number, parse_draft_length
 from specdec_mlx.drafters.choosing.choice import choice_of
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER, MODEL_DRAFTER
 from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.record import format_record, read_sessions, save_record
+from specdec_mlx.lab.bench.report import (
+    FOLDER,
+    MINUTES,
+    Budget,
+    choose_draft,
+    choose_model,
+    format_report,
+    measure_report,
+    save_report,
+)
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
 from specdec_mlx.lab.commands.shared_flags import FILE, SMALL_MODEL, add_drafting
@@ -52,12 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write results, and the texts for specdec-mlx replay",
     )
+    report = f"measure this machine, and write numbers without texts to send in ({FOLDER})"
+    add("--report", nargs="?", type=Path, const=FOLDER, metavar="FOLDER", help=report)
+    minutes = "of --report, after which no row is begun (%(default)g)"
+    add("--minutes", type=number(float, 0), default=MINUTES, metavar="N", help=minutes)
 
 
 def main(
     args: argparse.Namespace, others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None
 ) -> int:
     """Return 1 if a greedy text differs from plain decoding beyond rounding, and 0 otherwise."""
+    if args.report:
+        return write_report(args)
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     choice = choice_of(args)
@@ -89,3 +108,36 @@ def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[RecordedText]:
     else:
         tasks = make_tasks(tokenizer, prompts.read_prompts(args.prompts))
     return prompts.choose(tasks, args.categories, args.per_category)
+
+
+OF_NO_REPORT = (
+    *("prompts", "sessions", "drafter", "draft_layers", "num_draft_tokens", "rule", "temp"),
+    *("no_cost", "json"),
+)
+"""Flags that would put something private into a report, or would make reports differ."""
+
+
+def write_report(args: argparse.Namespace) -> int:
+    if others := [name for name in OF_NO_REPORT if getattr(args, name)]:
+        raise ValueError(
+            f"--{others[0].replace('_', '-')} and --report exclude each other, because all reports "
+            "measure the same rows on the built-in prompts. Leave one of them out."
+        )
+    budget = Budget(60 * args.minutes)
+    args.model = args.model or choose_model()
+    model, tokenizer = load_target(args.model)
+    args.draft_model = args.draft_model or choose_draft(args.model)
+    choice = choice_of(args)
+    names = (DEFAULT_DRAFTER, MODEL_DRAFTER) if choice.model.name else (DEFAULT_DRAFTER,)
+    choice = replaced(choice, drafters=names)
+    settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
+    args.per_category = args.per_category or 1
+    models = [m for m in (model, choice.model.pair[0]) if m is not None]
+    with wired_limit(models, [generation_stream]):
+        tasks = _tasks(args, tokenizer)
+        for report in measure_report(model, tokenizer, choice, tasks, settings, args.model, budget):
+            # A report that is stopped early has what was measured until then.
+            paths = save_report(report, args.report)
+    print(format_report(report))
+    print(*(f"Written: {path}" for path in paths), sep="\n")
+    return int(any((r.identical or 0) + (r.excused or 0) < r.texts for r in report.results))
