@@ -114,7 +114,7 @@ def score_text(
         step = min(accepted + 1, len(generated) - place)
         for here in range(place, place + step):
             draft_probs = softmax(logits[here, ids])
-            score.drawn += np.minimum(target_probs[here, ids], draft_probs).sum()
+            score.drawn += float(np.minimum(target_probs[here, ids], draft_probs).sum())
         score.covered += int(np.isin(generated[place : place + step], ids).sum())
         score.tokens += step
         score.accepted += accepted
@@ -134,8 +134,8 @@ def format_scores(scores: Sequence[Score], length: int) -> str:
     """A table. The last score is of all tokens."""
     every = scores[-1]
     lines = [
-        f"| tokens in the list | of the text in the list | accepted, K = {length} | of all tokens' "
-        "| tokens a pass | lists in 100 tokens | drawn tokens accepted |",
+        f"| tokens in the list | share of the text in the list | accepted, K = {length} "
+        "| relative to all tokens | tokens a pass | lists in 100 tokens | drawn tokens accepted |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for score in scores:

@@ -35,7 +35,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 208,
+    "files": 209,
     "numeric constants": 185,
     "protocols": 6,
     "public names": 20,

@@ -79,8 +79,8 @@ class DraftSource(ABC):
 
     def refresh_rows(self) -> None:
         """Take the rows for the next draft. They stay until its end."""
-        if self.text_shortlist is not None:
-            self.output_rows = self.text_shortlist.refresh()
+        assert self.text_shortlist is not None
+        self.output_rows = self.text_shortlist.refresh()
 
     @abstractmethod
     def begin_draft(self, limit: int) -> int:
@@ -150,7 +150,8 @@ class WritingSession(Session):
     def propose(self, limit: int) -> Draft:
         """A chain or a tree of `limit` tokens, or fewer if the source has no more."""
         source = self.source
-        source.refresh_rows()
+        if source.text_shortlist is not None:
+            source.refresh_rows()
         length = source.begin_draft(limit)
         if length and self.forks:
             text = source.context, self.sampling, source.tokens, source.num_prompt
@@ -165,7 +166,8 @@ class WritingSession(Session):
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         source = self.source
-        source.refresh_rows()
+        if source.text_shortlist is not None:
+            source.refresh_rows()
         length = source.begin_draft(limit)
         if source.at_once:
             draft = truncate(self.drawn(length), goes_on)

@@ -76,7 +76,8 @@ class ChainDraws:
         """
         num_rows = logits.shape[0]
         logits = match_vocab(logits, self._context.vocab_size)
-        logits = processed(logits, self._seen, self._context.logits_processors)
+        if self.one_by_one:
+            logits = processed(logits, self._seen, self._context.logits_processors)
         rows = noisy = logits
         if self.is_drawn:
             rows = self._sampling.log_distribution(logits)
@@ -236,8 +237,6 @@ def processed(
 
     If the processors leave only tokens that the drafter cannot propose, these are equally likely.
     """
-    if not processors:
-        return logits
     # With -inf there, such a row would have no token at all, and NaN as its distribution.
     logits = mx.maximum(logits, IMPOSSIBLE)
     for processor in processors:

@@ -212,8 +212,9 @@ class ModelReader(DraftSource):
         if self.most_id is not None:
             ids = mx.minimum(ids, self.most_id)
         call = None if tree is None else partial(tree_pass, rows=tree)
-        run = partial(self.rollback.forward, self.model, ids, call)
-        return run() if self.output_rows is None else self.output_rows.logits(run)
+        if self.output_rows is None:
+            return self.rollback.forward(self.model, ids, call)
+        return self.output_rows.logits(partial(self.rollback.forward, self.model, ids, call))
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
