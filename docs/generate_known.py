@@ -12,7 +12,9 @@ from specdec_mlx.drafters.choosing.candidates import KNOWN, SMALL
 
 PAGE = Path(__file__).parent / "drafters.md"
 BEGIN, END = "<!-- known: docs/generate_known.py -->", "<!-- end of known -->"
-SERIES = re.compile(r"gpt-oss|vicuna|zephyr|[a-z]+(?:-?[\d.]+)?")
+SERIES = re.compile(
+    r"gpt-oss|vicuna|zephyr|muse-glimmer|ternary-bonsai|nvidia-nemotron|[a-z]+(?:-?[\d.]+)?"
+)
 PLACE = re.compile(rf"(?<={BEGIN}\n).*?(?={END})", re.S)
 
 

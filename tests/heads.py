@@ -102,6 +102,11 @@ def reference(name: str) -> Reference:
     return Reference(config, weights, {k: v for k, v in arrays.items() if not k.startswith("w.")})
 
 
+def references() -> list[str]:
+    """The names of all fixtures of heads."""
+    return sorted(path.stem for path in FIXTURES.glob("*.npz"))
+
+
 def loaded(
     name: str, folder: Path, options: Mapping[str, Any] | None = None, **changes: Any
 ) -> Any:

@@ -35,8 +35,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 209,
-    "numeric constants": 185,
+    "files": 215,
+    "numeric constants": 192,
     "protocols": 6,
     "public names": 20,
 }
@@ -55,9 +55,9 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 22_680,
-    "library": 129_200,
-    "lab": 75_100,
+    "core": 22_910,
+    "library": 136_000,
+    "lab": 75_250,
     "server": 43_650,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.

@@ -33,6 +33,8 @@ OFF = "off"
 DRAFT_VOCABS = f"'{AUTO}', '{OFF}', a number of tokens from 1, or a file of counts"
 RULES = ("auto", "match", "coupled", "rejection", "block")
 """Names of the library's own rules."""
+KERNELS = (AUTO, "split", "mlx-dspark", NO_DRAFTER)
+"""Names of kernels for passes over several rows."""
 DRAFTER_GROUP, RULE_GROUP = "specdec_mlx.drafters", "specdec_mlx.rules"
 """Groups of entry points by which packages give their drafters and rules a name."""
 

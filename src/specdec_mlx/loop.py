@@ -39,6 +39,7 @@ from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.duck_typed import as_drafter
+from specdec_mlx.kernels import Kernels
 from specdec_mlx.models.anatomy import group_of
 from specdec_mlx.options import OptionArguments, Options, noise_of
 from specdec_mlx.ranks import Ranks, SharedDrafting
@@ -227,6 +228,8 @@ class Generation:
                 # round.
                 following = self.next_round(current, outcome, ahead, emits_first)
                 yield from self.emit(current, outcome, following)
+                if self.target.kernels is not None:
+                    self.measure_kernels(self.target.kernels)
                 # `following` is None where the tokens had to be handed out before the drafter was
                 # asked.
                 current = following or self.verify(self.propose())
@@ -416,6 +419,13 @@ class Generation:
         self.target.feed(tokens, self.sequence.embeddings_from(start, size))
         if self.drafting.features is not None:
             self.drafting.features.show_fed(start)
+
+    def measure_kernels(self, kernels: Kernels) -> None:
+        """Let kernels measure while no token of this text waits."""
+        with mx.stream(self.options.stream):
+            kernels.measure()
+        # The time counts as the caller's, so that no round is learned from that contains it.
+        self.clock.resumed()
 
     def finish(self) -> None:
         """Bring the caches to the prompt and the tokens handed out.
@@ -634,7 +644,7 @@ def assemble(
     if drafter is not None:
         drafter.check(context)
     if length is None:
-        tuning = tuning_for(model) if options.tuning is None else options.tuning
+        tuning = tuning_for(model, target.kernels) if options.tuning is None else options.tuning
         length = make_draft_length(options.num_draft_tokens, tuning)
     sequence = SequenceState(
         prompt,

@@ -13,6 +13,7 @@ from specdec_mlx.arguments import argument_error, check_int, short_repr
 from specdec_mlx.contracts import AcceptanceRule, LogitsProcessor
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.draft_length.value import DraftLength
+from specdec_mlx.kernels import Kernels, make_kernels
 from specdec_mlx.sampling import Noise, Sampler, Sampling
 
 
@@ -96,6 +97,8 @@ class Options:
         tokenizer: the target's, for drafters that compare it.
         probe: measure once, for each loaded model, whether passes over several positions are exact,
             and do not draft where they are not.
+        kernels: other kernels for passes over several rows, where they are faster: "auto", "split",
+            "mlx-dspark" or an object. None leaves all passes to MLX's own kernels.
         prefill_stops: ascending positions of the prompt at which a pass ends, for the progress
             callback to take the caches as they are there.
         stream: MLX's stream to run on.
@@ -127,6 +130,7 @@ class Options:
     input_embeddings: mx.array | None = None
     tokenizer: Any = None
     probe: bool = True
+    kernels: Kernels | str | None = None
     prefill_stops: Sequence[int] = ()
     stream: Any = generation_stream
 
@@ -139,6 +143,7 @@ class Options:
             if (value := getattr(self, name)) is not None:
                 checked[name] = check_int(name, value, 1)
         filters = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k}
+        checked["kernels"] = make_kernels(self.kernels)
         checked["sampler"] = sampler_of(self.sampler, self.temp, **filters)
         # `dataclasses.replace` passes all fields again. A temperature next to the sampler that was
         # made of it would be an error.
@@ -166,6 +171,7 @@ class BatchArguments(TypedDict, total=False):
     kv_group_size: int
     quantized_kv_start: int
     probe: bool
+    kernels: Kernels | str | None
     stream: Any
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cached_property, partial
 from math import inf
@@ -31,8 +32,10 @@ from specdec_mlx.contracts import (
     shares_noise,
 )
 from specdec_mlx.errors import DraftError, LogitsError, VerdictError
-from specdec_mlx.exactness.probe import MARGIN, first_inexact, warn_of_chains
+from specdec_mlx.exactness.probe import MARGIN, first_inexact, kernels_around, warn_of_chains
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of
+from specdec_mlx.kernels import Kernels, make_kernels
+from specdec_mlx.kernels.contract import within
 from specdec_mlx.models.anatomy import StateReader, check_readable, keys_values_of, vocab_size_of
 from specdec_mlx.options import Options, check_sampler, processors_of
 from specdec_mlx.rules import make_rule
@@ -443,6 +446,7 @@ class Verifier:
         end_tokens: tokens that end a text. Drafts end there.
         remembers: a logits processor may remember its calls.
         state_reader: reads states of the passes, or None.
+        kernels: other kernels for passes over several rows, or None.
 
     Raises:
         ValueError: the rule needs a distribution, and there is none.
@@ -455,6 +459,7 @@ class Verifier:
     noise: InitVar[Noise | None] = None
     probe: bool = True
     state_reader: StateReader | None = field(default=None, init=False)
+    kernels: Kernels | None = field(default=None, init=False)
     # first position at which wide passes are not exact, or have not been measured
     _exact_until: float = field(default=0, init=False)
 
@@ -464,6 +469,7 @@ class Verifier:
         self.next_token = NextToken(sampler, processors, noise)
         self.end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
         self.remembers = self.next_token.remembers
+        self.kernels = make_kernels(options.kernels)
         is_opaque = self.next_token.by_row or self.next_token.sampling is None
         self.rule = make_rule(options.rule, is_seeded=noise.is_given and not is_opaque)
         if is_opaque and needs_distribution(self.rule):
@@ -548,9 +554,16 @@ class Verifier:
             how["call"] = partial(tree_pass, rows=rows)
         if embeddings is not None:
             how["input_embeddings"] = embeddings[None]
-        if self.state_reader is None:
-            return self.rollback.forward(self.model, tokens, **how)
-        return self.state_reader.read(partial(self.rollback.forward, self.model, tokens, **how))
+        forward = partial(self.rollback.forward, self.model, tokens, **how)
+        if self.kernels is not None and in_round:
+            width, on_trees = tokens.shape[0], parents is not None
+            forward = partial(within, self.kernels_around(width, on_trees), forward)
+        return forward() if self.state_reader is None else self.state_reader.read(forward)
+
+    def kernels_around(self, rows: int, on_trees: bool = False) -> AbstractContextManager[object]:
+        """The kernels around a pass over this number of rows."""
+        end = self.rollback.end
+        return kernels_around(self.kernels, self.model, rows, end, on_trees, probe=self.probe)
 
     def quantize(self) -> None:
         """Quantize the caches that are long enough, in the caller's list. Call after a rollback."""

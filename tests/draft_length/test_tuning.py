@@ -35,6 +35,7 @@ from specdec_mlx.draft_length.costs import (
     Curve,
 )
 from specdec_mlx.draft_length.store import SHORT_CONTEXT, Tuning, tuning_for
+from specdec_mlx.kernels import JoinedKernels, MlxDspark, SplitAttention
 
 # Costs of passes: a staircase ---------------------------------------------------------------------
 
@@ -227,6 +228,15 @@ def test_the_prior_knows_the_machine_and_the_kind_of_model(monkeypatch):
         known = chip not in ("M9", "arm")
         assert (Tuning.for_model(experts).prior != costs.MILDEST) == known
         assert Tuning.for_model(experts).has_experts
+        costs_of_experts = Tuning.for_model(experts).cost_model()
+        # copied rows take the experts of their neighbours
+        is_cheaper = costs_of_experts(5, is_copied=True) < costs_of_experts(5)
+        assert is_cheaper == known
+        with_kernels = Tuning.for_model(
+            quantized, JoinedKernels([SplitAttention(), MlxDspark()])
+        ).prior
+        assert (with_kernels(8) < tuning.prior(8)) == (chip == "M4 Pro")
+        assert Tuning.for_model(quantized, SplitAttention()).prior == tuning.prior
         assert not tuning.has_experts
         assert Tuning.for_model(model).prior == costs.MILDEST
     assert len(chosen) == 5  # two are not known

@@ -272,4 +272,4 @@ def assert_nothing_is_swapped() -> None:
         for function in (gated_delta_update, ssm_update):
             assert getattr(file, function.__name__, function) is function
     assert not watching._num_passes
-    assert watching._answer.get() is None
+    assert watching._answers.get() is None

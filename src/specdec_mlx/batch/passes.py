@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -124,7 +125,8 @@ class SharedPasses(BatchPasses):
         calls: list[Call] = []
         # A text alone runs its recurrences step by step, so that rows must do so too to give the
         # same bits.
-        with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
+        width, kernels = max(map(len, fed)), self.kernels_around(len(fed) * max(map(len, fed)))
+        with in_steps(self.model, width), watching(watched, calls.append), kernels:
             logits = self.caches.feed(self.model, fed)
         passes = []
         for row, (verifier, round_) in enumerate(zip(self.verifiers, rounds, strict=True)):
@@ -139,6 +141,12 @@ class SharedPasses(BatchPasses):
         mx.async_eval([pass_.to_compute for pass_ in passes])
         self._move()
         return list(passes)
+
+    def kernels_around(self, rows: int) -> AbstractContextManager[object]:
+        if self.verifiers[0].kernels is None:
+            return nullcontext()
+        longest = max(self.verifiers, key=lambda verifier: verifier.rollback.end)
+        return longest.kernels_around(rows)
 
     def apply_rewinds(self) -> None:
         self.caches.go_back([place.end for place in self.places])

@@ -24,6 +24,7 @@ from specdec_mlx.draft_length.batches import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.drafters.shared_drafts import SharedDrafts
+from specdec_mlx.kernels import Kernels, make_kernels
 from specdec_mlx.loop import assemble
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import close_all, split_cache
@@ -66,6 +67,7 @@ class BatchGeneration:
         num_rounds: passes so far.
         passes: runs the passes.
         shared: the draft length that all texts share, or None.
+        kernels: other kernels for passes over several rows, or None.
     """
 
     model: nn.Module
@@ -81,14 +83,16 @@ class BatchGeneration:
     is_pipelined: bool = False
     passes: BatchPasses = field(init=False)
     shared: SharedLength | None = field(default=None, init=False)
+    kernels: Kernels | None = field(default=None, init=False)
     _shared_drafts: SharedDrafts = field(default_factory=SharedDrafts)
 
     def __post_init__(self) -> None:
         self.passes = self.make_passes()
+        self.kernels = make_kernels(self.options.kernels)
         if not self.passes.is_together:
             self.schedule.max_texts = 1
         elif self.options.num_draft_tokens == "auto":
-            self.shared = SharedLength(tuning_for(self.model))
+            self.shared = SharedLength(tuning_for(self.model, self.kernels))
 
     def make_passes(self) -> BatchPasses:
         with mx.stream(self.options.stream):
@@ -152,6 +156,9 @@ class BatchGeneration:
                 failure = error
             handed_over = perf_counter()
             yield from self._emit(current, outcomes, following)
+            if self.kernels is not None and not self.schedule.may_join:
+                with mx.stream(self.options.stream):
+                    self.kernels.measure()
             self.clock.away = perf_counter() - handed_over
             if failure is not None:
                 raise failure
@@ -202,7 +209,9 @@ class BatchGeneration:
         started = perf_counter()
         # prior(5) is the cost of a pass over 5 positions in plain passes, so that a further
         # position costs a quarter of the excess.
-        texts = self.schedule.to_read_together((tuning_for(self.model).prior(5) - 1.0) / 4)
+        texts = self.schedule.to_read_together(
+            (tuning_for(self.model, self.kernels).prior(5) - 1.0) / 4
+        )
         if not texts:
             return
         with mx.stream(self.options.stream):
@@ -253,7 +262,7 @@ class BatchGeneration:
         if choice is None and self.shared is not None:
             return RowLength(self.shared)
         choice = copy.deepcopy(self.options.num_draft_tokens if choice is None else choice)
-        return make_draft_length(choice, tuning_for(self.model))
+        return make_draft_length(choice, tuning_for(self.model, self.kernels))
 
     def _propose(self) -> list[Draft]:
         drafts = []

@@ -24,6 +24,7 @@ from specdec_mlx.cli.blas import (
     needs_openblas,
 )
 from specdec_mlx.errors import MlxLmVersionError
+from specdec_mlx.kernels import MlxDspark, SplitAttention
 from specdec_mlx.mlx_lm_plugin.installation import check_version
 
 OPENBLAS = (
@@ -44,6 +45,7 @@ class Installation:
         mlx, mlx_lm: versions.
         openblas: variables that preload a better library.
         refusal: why mlx-lm's own calls cannot be extended, or None.
+        kernels: for each of --kernels, whether it can run, or why not.
     """
 
     runs_on: str
@@ -54,6 +56,7 @@ class Installation:
     mlx_lm: str
     openblas: dict[str, str] = field(default_factory=dict)
     refusal: str | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +91,7 @@ def inspect_installation() -> Installation:
         mlx_lm=mlx_lm.__version__,
         openblas=find_openblas() if needs_openblas() else {},
         refusal=refusal,
+        kernels={kind.name: kind().report() for kind in (SplitAttention, MlxDspark)},
     )
 
 
@@ -102,6 +106,8 @@ def table(here: Installation) -> Iterator[tuple[str, str]]:
         yield "BLAS", f"{here.blas} (logits of several rows are {rows} in float32)"
     yield "mlx", here.mlx
     yield "mlx-lm", here.mlx_lm
+    for name, words in here.kernels.items():
+        yield "kernels", f"{name}: {words}"
     yield "Python", platform.python_version()
     yield "system", f"{platform.platform()}, {os.cpu_count()} cores"
 

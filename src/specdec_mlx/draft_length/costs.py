@@ -76,12 +76,23 @@ CURVES = _read()  # by the names that `replay --cost` takes
 MILDEST = CURVES["mildest"]  # on an unknown machine; two measurements correct it
 
 
-def prior_for(model: nn.Module) -> Curve:
-    """The curve of the most similar chip, for weights and layers like this model's."""
+def prior_for(model: nn.Module, kernels: str = "") -> Curve:
+    """The curve of the most similar chip, for weights and layers like this model's.
+
+    kernels: name of other kernels. If there is no curve for them, the curve is for MLX's own.
+    """
     packed = [layer for layer in model.modules() if hasattr(layer, "bits")]
     kinds = [f"{layer.bits} {getattr(layer, 'mode', 'affine')}" for layer in packed]
     kind = mode(kinds) if kinds else "float"
-    return curve_for("experts" if has_experts(model) else kind)[1]
+    kind = "experts" if has_experts(model) else kind
+    _, with_kernels = curve_for(f"{kind} on {kernels}")
+    return with_kernels if with_kernels.fits else curve_for(kind)[1]
+
+
+def copied_prior_for(model: nn.Module) -> Curve | None:
+    """The curve for rows that copy text, on models with experts. None without such a curve."""
+    _, curve = curve_for("experts copied") if has_experts(model) else ("", MILDEST)
+    return curve if curve.fits else None
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -113,6 +124,7 @@ class CostModel:
         depth: doublings of the context, or of the number of texts that share passes.
         has_experts: measure rows that copy text apart from new rows.
         related: cost models of the same kind at all depths, this one included.
+        copied_prior: the prior of rows that copy text, None for the same.
         plain: seconds of passes over one row. `seconds` is their median.
         ratios, copied: measured costs of rows, and of rows that copy text if has_experts.
         fitted: rows -> cost, for new rows and for rows that copy text.
@@ -125,6 +137,7 @@ class CostModel:
     depth: int = 0
     has_experts: bool = False
     related: list[CostModel] = field(default_factory=list, repr=False, compare=False)
+    copied_prior: Curve | None = None
     plain: deque[float] = field(default_factory=partial(deque[float], maxlen=NUM_PLAIN))
     ratios: Samples = field(default_factory=dict)
     copied: Samples = field(default_factory=dict)
@@ -139,7 +152,9 @@ class CostModel:
     _doubted: tuple[deque[float], float] | None = None
 
     def __post_init__(self) -> None:
-        self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
+        priors = self.prior, self.copied_prior or self.prior
+        rows = (1, *WIDTHS, *dict(self.prior.points))
+        self._excess = [{m: prior(m) - 1.0 for m in rows} for prior in priors]
         few = self.prior(self.first_rows)
         self.most_rows = max(m for m in WIDTHS if self.prior(m) <= few)
         self.related.append(self)
@@ -232,15 +247,17 @@ class CostModel:
     def refit(self) -> None:
         """Fit the prior to all measurements."""
         measured = []
-        for ratios in (self.ratios, self.copied) if self.has_experts else (self.ratios,):
+        both = (self.ratios, self.copied) if self.has_experts else (self.ratios,)
+        for is_copied, ratios in enumerate(both):
             quantiles: Quantiles = {}
             for rows, samples in ratios.items():
-                if rows not in self._excess:
-                    self._excess[rows] = self.prior(rows) - 1.0
+                if rows not in self._excess[0]:
+                    self._excess[0][rows] = self.prior(rows) - 1.0
+                    self._excess[1][rows] = (self.copied_prior or self.prior)(rows) - 1.0
                 if num := len(samples):
                     # Other programs use the machine too. A pass is slow by chance and never quick,
                     # so a width costs the lower quartile, and a single measurement has a bound.
-                    most = 1.0 + (SINGLE * self._excess[rows] if num == 1 else rows)
+                    most = 1.0 + (SINGLE * self._excess[is_copied][rows] if num == 1 else rows)
                     quantiles[rows] = min(sorted(samples)[num // 4], most), num
             measured.append(quantiles)
         if measured != self._measured:
@@ -252,12 +269,14 @@ class CostModel:
     def _scales(self) -> list[tuple[float, float]]:
         """Scales of the prior's excess for new and copied rows, for each related model."""
         # Ridge regression. Without measurements the scale is 1 for all rows and at all depths.
-        few = max(self._excess[FIRST_ROWS], 1e-6)
+        few = max(self._excess[0][FIRST_ROWS], 1e-6)
         left, right = few * np.diag(RIDGE), few * np.array([RIDGE[0], 0.0, 0.0])
         for model in self.related:
             for is_copied, quantiles in enumerate(model._measured):
                 features = np.array([1.0, is_copied, model.depth])
-                expected = sum(num * model._excess[rows] for rows, (_, num) in quantiles.items())
+                expected = sum(
+                    num * model._excess[is_copied][rows] for rows, (_, num) in quantiles.items()
+                )
                 left += expected * np.outer(features, features)
                 right += sum(num * (ratio - 1.0) for ratio, num in quantiles.values()) * features
         common, of_copied, of_depth = np.linalg.solve(left, right).tolist()
@@ -269,12 +288,13 @@ class CostModel:
         scale, measurements = scales[self.related.index(self)][is_copied], self._measured[is_copied]
         # Wide passes use another kernel, and narrow passes say little about it.
         if self.prior.fits and max(measurements, default=0) <= FIRST_ROWS:
-            believed = measured = PRIOR_WEIGHT * (1.0 + self._excess[FIRST_ROWS])
+            believed = measured = PRIOR_WEIGHT * (1.0 + self._excess[is_copied][FIRST_ROWS])
             for rows, (ratio, num) in measurements.items():
-                believed += num * (1.0 + self._excess[rows])
+                believed += num * (1.0 + self._excess[is_copied][rows])
                 measured += num * ratio
             scale = min(scale, measured / believed)
-        points = {m: [(1.0 + scale * more, PRIOR_WEIGHT)] for m, more in self._excess.items()}
+        excess = self._excess[is_copied]
+        points = {m: [(1.0 + scale * more, PRIOR_WEIGHT)] for m, more in excess.items()}
         for model, other in zip(self.related, scales, strict=True):
             for kind, quantiles in enumerate(model._measured):
                 is_own = model is self and kind == is_copied
@@ -282,7 +302,11 @@ class CostModel:
                 for rows, (ratio, num) in quantiles.items():
                     # Related measurements count half.
                     weight = num if is_own else num / 2
-                    points.setdefault(rows, []).append((1.0 + times * (ratio - 1.0), weight))
+                    # The kinds have priors of their own.
+                    before = model._excess[kind][rows]
+                    alike = excess.get(rows, before) / before if before else 1.0
+                    cost = 1.0 + times * alike * (ratio - 1.0)
+                    points.setdefault(rows, []).append((cost, weight))
         weighed = []
         for rows in sorted(points):
             weight = sum(weight for _, weight in points[rows])

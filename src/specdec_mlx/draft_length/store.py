@@ -27,10 +27,12 @@ from specdec_mlx.draft_length.costs import (
     Curve,
     Samples,
     Steps,
+    copied_prior_for,
     has_experts,
     prior_for,
 )
 from specdec_mlx.files import cache_root, parse, read_text, replacing
+from specdec_mlx.kernels.contract import Kernels
 from specdec_mlx.models.loading import PerModel
 
 BUDGET = 2.0  # of a drafter that costs time, in plain rounds; gains at most double it
@@ -126,19 +128,22 @@ class Learned:
 class Tuning:
     """What `num_draft_tokens="auto"` has learned for one loaded model, from any number of texts.
 
+    prior: costs before anything is measured. copied_prior: those of copied rows, None for the same.
     costs: (texts in a pass, class of context length) -> costs of passes. drafters: by their keys.
     has_experts: passes over copied rows have costs of their own.
     """
 
     prior: Curve = MILDEST
+    copied_prior: Curve | None = None
     has_experts: bool = False
     costs: dict[tuple[int, int], CostModel] = field(default_factory=dict)
     drafters: dict[str, Learned] = field(default_factory=dict)
 
     @classmethod
-    def for_model(cls, model: nn.Module) -> Tuning:
+    def for_model(cls, model: nn.Module, kernels: Kernels | None = None) -> Tuning:
         """A tuning without measurements, with a prior for the machine and the kind of model."""
-        return cls(prior_for(model), has_experts=has_experts(model))
+        name = kernels.name if kernels else ""
+        return cls(prior_for(model, name), copied_prior_for(model), has_experts(model))
 
     def cost_model(self, context: int = 0, num_texts: int = 1) -> CostModel:
         """Costs at a context length, by the rows of each text."""
@@ -152,7 +157,7 @@ class Tuning:
             if num_texts == 1:
                 related = next(iter(alike.values())).related if alike else []
                 self.costs[kind] = CostModel(
-                    self.prior, FIRST_ROWS, depth, self.has_experts, related
+                    self.prior, FIRST_ROWS, depth, self.has_experts, related, self.copied_prior
                 )
             else:
                 costs = [
@@ -185,14 +190,18 @@ class Tuning:
             part.write_bytes(msgspec.json.encode(saved))
 
     @classmethod
-    def load(cls, path: Path | str, model: nn.Module | None = None) -> Tuning:
-        """Read a file of `save` for a model. Raises ValueError for any other file."""
+    def load(
+        cls, path: Path | str, model: nn.Module | None = None, kernels: Kernels | None = None
+    ) -> Tuning:
+        """Read a file of `save` for a model and kernels. Raises ValueError for any other file."""
         try:
             saved = parse(read_text(path), SavedTuning)
         except ValueError as error:
             raise ValueError(f"{path} is not a saved Tuning ({error}). Delete it.") from error
         tuning = (
-            cls(has_experts=saved.copied is not None) if model is None else cls.for_model(model)
+            cls(has_experts=saved.copied is not None)
+            if model is None
+            else cls.for_model(model, kernels)
         )
         for depth in saved.costs:
             copied = (saved.copied or {}).get(depth, {})
@@ -206,37 +215,47 @@ def as_lists(samples: Samples) -> dict[int, list[float]]:
     return {rows: list(costs) for rows, costs in samples.items()}
 
 
-tuning_for = PerModel(Tuning.for_model)
-"""The tuning of a loaded model, which lives as long as the model."""
+_tunings: PerModel[dict[str, Tuning]] = PerModel(lambda model: {})
+
+
+def tuning_for(model: nn.Module, kernels: Kernels | None = None) -> Tuning:
+    """The tuning of a loaded model with these kernels, which lives as long as the model."""
+    name, tunings = kernels.name if kernels else "", _tunings(model)
+    if name not in tunings:
+        tunings[name] = Tuning.for_model(model, kernels)
+    return tunings[name]
 
 
 @contextmanager
-def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iterator[None]:
+def kept_tuning(
+    model: nn.Module, name: str, adapter: str | None = None, kernels: Kernels | None = None
+) -> Iterator[None]:
     """Load the saved tuning of a model, and save it again at the end."""
     if mx.distributed.init().rank() > 0:  # the first rank decides for all ranks
         yield
         return
-    path, source = tuning_path(name, adapter), "specdec-mlx: draft_length=auto"
+    path, source = tuning_path(name, adapter, kernels), "specdec-mlx: draft_length=auto"
     try:
         if path.exists():
-            tuning_for.put(Tuning.load(path, model), model)
+            _tunings(model)[kernels.name if kernels else ""] = Tuning.load(path, model, kernels)
     except (OSError, ValueError) as error:
         print(f"{source} starts to learn anew: {error}", file=sys.stderr)
     try:
         yield
     finally:
         try:
-            tuning_for(model).save(path)
+            tuning_for(model, kernels).save(path)
         except OSError as error:
             print(f"{source} cannot keep what was learned: {error}", file=sys.stderr)
 
 
-def tuning_path(name: str, adapter: str | None = None) -> Path:
-    """File of the tuning of a model and adapter, on this machine and MLX version."""
+def tuning_path(name: str, adapter: str | None = None, kernels: Kernels | None = None) -> Path:
+    """File of the tuning of a model, adapter and kernels, on this machine and MLX version."""
     paths = [Path(part).expanduser() for part in (name, adapter) if part is not None]
     parts = [str(path.resolve() if path.exists() else path) for path in paths]
     # Costs differ between machines and MLX versions.
     parts += [platform.node(), version("mlx"), str(mx.distributed.init().size())]
+    parts += [kernels.name] if kernels else []
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", paths[0].name) or "model"
     return cache_root() / "tuning" / f"{readable}-{digest}.json"

@@ -11,6 +11,7 @@ import copy
 import re
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from specdec_mlx.caches import Rollback, leaves_of, wait_for, window_of
 from specdec_mlx.exactness.recurrent_states import in_steps, recurrent_states_of
 from specdec_mlx.exactness.rounding import is_rounding
 from specdec_mlx.exactness.side_by_side import LOGITS, Run, SinglePasses, largest_difference
+from specdec_mlx.kernels.contract import Kernels, within
 from specdec_mlx.models.anatomy import anatomy_of, group_of
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.trees.shape import path_to
@@ -41,6 +43,9 @@ WIDTHS = (2, 5, 9)
 QUICK_WIDTHS = (5,)
 """Width measured before the first draft on a model. It takes 7 passes if the logits are bitwise
 equal to the logits of single passes, else mostly 8 to 10."""
+
+KERNEL_WIDTHS = (5, 9)
+"""Widths measured with kernels, which may begin above 5 rows."""
 
 NUM_TEXTS = 3  # texts that the probe measures at the start
 
@@ -107,14 +112,14 @@ class ProbePoint:
         context: tokens fed before the pass.
         shift: further positions that the caches claim to hold.
         name: words for the warning.
-        exact: verdicts so far. The key is True for trees.
+        exact: verdicts so far, by (True for trees, active kernels or "").
     """
 
     start: int
     context: int
     shift: int = 0
     name: str = ""
-    exact: dict[bool, bool] = field(default_factory=dict)
+    exact: dict[tuple[bool, str], bool] = field(default_factory=dict)
 
 
 @PerModel
@@ -145,19 +150,47 @@ def first_inexact(model: nn.Module, position: int, *, on_trees: bool = False) ->
     for place in places_of(model):
         if place.start > position + MARGIN:
             return None if on_trees else place.start
-        if on_trees not in place.exact:
-            place.exact[on_trees] = _is_exact(model, place, on_trees)
-        if not place.exact[on_trees]:
+        if not _known_exact(model, place, on_trees):
             return place.start
     return None
 
 
-def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
+def kernels_around(
+    kernels: Kernels | None,
+    model: nn.Module,
+    rows: int,
+    context: int,
+    on_trees: bool = False,
+    *,
+    probe: bool = True,
+) -> AbstractContextManager[object]:
+    """Kernels around a pass, or nothing: for one row, and where a probe finds other logits."""
+    if kernels is None or rows < 2:
+        return nullcontext()
+    if probe and kernels.active(model):
+        near = (place for place in places_of(model) if place.start <= context + MARGIN)
+        if not all(_known_exact(model, place, on_trees, kernels) for place in near):
+            return nullcontext()
+    return kernels.around(model, rows, context)
+
+
+def _known_exact(
+    model: nn.Module, place: ProbePoint, on_trees: bool, kernels: Kernels | None = None
+) -> bool:
+    key = on_trees, kernels.active(model) if kernels else ""
+    if key not in place.exact:
+        place.exact[key] = _is_exact(model, place, on_trees, kernels)
+    return place.exact[key]
+
+
+def _is_exact(
+    model: nn.Module, place: ProbePoint, on_trees: bool, kernels: Kernels | None = None
+) -> bool:
     try:
         if on_trees:
-            report = tree_report(model, place.context, shift=place.shift)
+            report = tree_report(model, place.context, shift=place.shift, kernels=kernels)
             return report.exact and not chooses_blocks(model)
-        report = _quick_report(model, place)
+        report = _quick_report(model, place, kernels)
     # Not every model accepts a position for each row, or claimed positions.
     except Exception:
         if not (on_trees or place.shift):
@@ -165,6 +198,13 @@ def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
         return not on_trees
     if report.exact:
         return True
+    if kernels is not None:
+        _warn(
+            model,
+            f"{place.name} gives other logits on the kernels {kernels.name!r} (by up to "
+            f"{report.max_difference:.2g}, first at {report.fault}), so they are left out there",
+        )
+        return False
     _warn(
         model,
         f"{place.name} gives other logits for several positions at once than one by one (by up to "
@@ -175,12 +215,14 @@ def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
     return False
 
 
-def _quick_report(model: nn.Module, place: ProbePoint) -> WidthReport:
+def _quick_report(model: nn.Module, place: ProbePoint, kernels: Kernels | None) -> WidthReport:
     """A report on one text, or on more texts if a small difference may be a fault."""
     # Rows that modules compute alike should not differ at all, so that one text does not settle a
     # difference.
+    widths = QUICK_WIDTHS if kernels is None else KERNEL_WIDTHS
     for text in range(num_texts_at(place)):
-        (report,), _ = compare(model, place, QUICK_WIDTHS, text)
+        reports, _ = compare(model, place, widths, text, kernels)
+        report = next((report for report in reports if report.fault), reports[-1])
         if report.bitwise or report.fault or not report.alike:
             break
     return report
@@ -240,10 +282,12 @@ def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
     return _of_logits(last, mx.stack(expected), max(TEXT_LENGTHS))
 
 
-def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthReport:
+def tree_report(
+    model: nn.Module, context: int, *, shift: int = 0, kernels: Kernels | None = None
+) -> WidthReport:
     """Compare one pass over `TREE`, after `context` + 1 tokens, with each of its paths alone.
 
-    shift: further positions that the caches claim.
+    shift: further positions that the caches claim. kernels: of the pass over the tree.
     """
     size = len(TREE)
     tokens = _random_tokens(model, context + 1 + size)
@@ -257,7 +301,8 @@ def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthRepor
 
     def wide() -> mx.array:
         caches = copy.deepcopy(passes.start)
-        return tree_pass(model, ids, caches, TreeLayout.after(1, TREE))
+        around = kernels_around(kernels, model, size + 1, context + shift, probe=False)
+        return within(around, partial(tree_pass, model, ids, caches, TreeLayout.after(1, TREE)))
 
     passes = SinglePasses(model, _prefilled(model, tokens[:context], shift), alone)
     return _report(passes, wide, size + 1, context)
@@ -278,7 +323,11 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
 
 
 def compare(
-    model: nn.Module, place: ProbePoint, widths: Sequence[int], text: int = 0
+    model: nn.Module,
+    place: ProbePoint,
+    widths: Sequence[int],
+    text: int = 0,
+    kernels: Kernels | None = None,
 ) -> tuple[list[WidthReport], SinglePasses]:
     longest, context, shift = max(widths), place.context, place.shift
     tokens = _random_tokens(model, context + longest, text)
@@ -289,7 +338,8 @@ def compare(
 
     def wide(width: int) -> mx.array:
         rollback = Rollback(copy.deepcopy(passes.start), states=states)
-        return rollback.forward(model, tokens[context : context + width])
+        around = kernels_around(kernels, model, width, context + shift, probe=False)
+        return within(around, partial(rollback.forward, model, tokens[context : context + width]))
 
     passes = SinglePasses(model, _prefilled(model, tokens[:context], shift), alone)
     states, reports = recurrent_states_of(model), []

@@ -210,15 +210,16 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
     ways = list(dict.fromkeys(r.key for r in others))
     colours = cycled(COLOURS, (drafter for drafter, *_ in ways))
     marks = cycled(MARKERS, (way[1:] for way in ways))
-    has_rules = len({rule for *_, rule in ways if rule}) > 1
+    has_rules = len({rule for _, _, rule, _ in ways if rule}) > 1
     step = 1 / (len(ways) + 1)
     height = 1.2 + 0.13 * len(categories) / step + LEGEND_LINE * len(ways)
     ax = axes_or_new(ax, (7.2, height))
     ax.axvline(1, color=GREY, linewidth=1.5, label="plain decoding")
     for i, way in enumerate(ways, start=1):
-        drafter, length, rule = way
+        drafter, length, rule, kernels = way
         measured = [r for r in others if r.key == way and r.ratio]
-        name = LEGENDS.get(drafter, drafter), length and f"K = {length}", rule if has_rules else ""
+        name = [LEGENDS.get(drafter, drafter), length and f"K = {length}"]
+        name += [rule if has_rules else "", kernels and f"kernels {kernels}"]
         draw_intervals(
             ax,
             [categories.index(r.category) + i * step for r in measured],

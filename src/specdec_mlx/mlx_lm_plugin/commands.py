@@ -90,7 +90,7 @@ class Command:
         how = flags.num_draft_tokens, flags.rule, None, flags.grammar
         # Commands without the flag always seed MLX.
         is_seeded = getattr(namespace, "seed", 0) is not None
-        self.speculation = Speculation(drafter, *how, is_seeded=is_seeded)
+        self.speculation = Speculation(drafter, *how, is_seeded=is_seeded, kernels=flags.kernels)
         self.stack.callback(flags.save_memory)
         self.stack.enter_context(in_force(self.speculation))
 
@@ -120,8 +120,8 @@ class Command:
                     if line := part.describe():
                         print(f"Drafting with {line}", file=sys.stderr)
             if self.flags.keeps_tuning:
-                adapter = kwargs.get("adapter_path")
-                self.stack.enter_context(kept_tuning(loaded[0], str(name), adapter))
+                whose = str(name), kwargs.get("adapter_path"), self.flags.kernels
+                self.stack.enter_context(kept_tuning(loaded[0], *whose))
             return loaded
 
         return loading

@@ -23,6 +23,7 @@ from specdec_mlx.arguments import (
     AUTO,
     DEFAULT_DRAFTER,
     DRAFTER_GROUP,
+    KERNELS,
     MODEL_DRAFTER,
     NO_DRAFTER,
     PLACES,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from specdec_mlx.contracts import Drafter
     from specdec_mlx.drafters.choosing.choice import DrafterChoice
     from specdec_mlx.drafters.grammar import Grammar
+    from specdec_mlx.kernels import Kernels
     from specdec_mlx.memory.store import Memory
 
 LEARNERS = "specdec_mlx.learners"  # entry points; `online` is what --online makes of a model
@@ -66,6 +68,7 @@ class Flags:
 
     Attributes:
         choice: of --drafter and --draft-model.
+        kernels: other kernels for passes over several rows.
         memory: path of a file, or "process".
         memory_for: who shares a memory of a server.
     """
@@ -76,6 +79,7 @@ class Flags:
     stats: bool = False
     grammar: Grammar | None = None
     keeps_tuning: bool = True
+    kernels: Kernels | None = None
     memory: str | None = None
     memory_for: str = EVERYBODY
     online: bool = False
@@ -150,6 +154,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "distribution (default: auto)",
     )
     add(
+        "--kernels",
+        type=known("kernels", KERNELS),
+        default=NO_DRAFTER,
+        metavar="NAME",
+        help=f"Other kernels for passes over several rows, where they are faster: "
+        f"{', '.join(KERNELS)} (default: {NO_DRAFTER})",
+    )
+    add(
         "--no-tuning",
         action="store_true",
         help="Neither use nor keep what --num-draft-tokens auto learned in earlier commands.",
@@ -196,6 +208,7 @@ def grammar_of(kind: str, source: str) -> Grammar:
 
 def take_flags(namespace: argparse.Namespace) -> Flags:
     from specdec_mlx.drafters.choosing.choice import choice_of
+    from specdec_mlx.kernels import make_kernels
 
     check_numbers(namespace)
     check_values(namespace)
@@ -207,6 +220,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         num_draft_tokens="auto" if length is None else length,
         grammar=getattr(namespace, "grammar", None),
         keeps_tuning=not namespace.no_tuning,
+        kernels=make_kernels(namespace.kernels),
         memory=None if namespace.memory == NO_DRAFTER else namespace.memory,
         **{name: getattr(namespace, name) for name in same},
     )
@@ -221,7 +235,7 @@ RARE = (
     "trust-remote-code extra-eos-token prefill-response xtc-probability xtc-threshold "
     "min-tokens-to-keep ignore-chat-template use-default-chat-template chat-template-config "
     "max-kv-size prefill-step-size quantize-activations kv-bits kv-group-size "
-    "quantized-kv-start pipeline draft-layers draft-vocab rule no-tuning online lark"
+    "quantized-kv-start pipeline draft-layers draft-vocab rule kernels no-tuning online lark"
 )
 """Flags of mlx-lm's and ours that most people never need."""
 

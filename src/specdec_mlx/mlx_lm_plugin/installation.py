@@ -31,6 +31,7 @@ from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.drafters.choosing.choice import AnyDrafter, resolve
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor, with_forced
 from specdec_mlx.errors import MlxLmVersionError
+from specdec_mlx.kernels import Kernels, make_kernels
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import Options
 from specdec_mlx.rules import make_rule
@@ -106,7 +107,7 @@ class Speculation:
     """How mlx-lm's calls speculate while this is in force, and the account of the latest call.
 
     Attributes:
-        drafter, num_draft_tokens, rule, tokenizer: as in `speculate`.
+        drafter, num_draft_tokens, rule, tokenizer, kernels: as in `speculate`.
         grammar: of each text, or None. It needs the tokenizer.
         stats: of the latest generation. None before the first.
         is_seeded: MLX's global state, which `mx.random.seed` sets, is the caller's seed.
@@ -119,6 +120,7 @@ class Speculation:
     grammar: Grammar | None = None
     stats: SpeculationStats | None = None
     is_seeded: bool = True
+    kernels: Kernels | None = None
 
     def steps(
         self,
@@ -144,6 +146,7 @@ class Speculation:
             seed=self.new_seed(),
             tokenizer=self.tokenizer,
             logits_processors=processors,
+            kernels=self.kernels,
             **options,
         )
         with closing(tokens):
@@ -159,6 +162,7 @@ class Speculation:
             num_draft_tokens=self.num_draft_tokens,
             rule=self.rule,
             seed=self.new_seed(),
+            kernels=self.kernels,
         )
         self.stats = response.speculation[-1] if response.speculation else self.stats
         return response
@@ -281,7 +285,7 @@ def install(drafter: AnyDrafter = DEFAULT_DRAFTER, **options: Any) -> Speculatio
 
     Args:
         drafter: as in `generate`. A trained head is the object that `load_head` returns.
-        options: num_draft_tokens, rule and tokenizer, see `Speculation`.
+        options: num_draft_tokens, rule, tokenizer and kernels, see `Speculation`.
 
     Returns:
         The speculation in force, with the account of the latest generation.
@@ -328,6 +332,7 @@ def patched(
     num_draft_tokens: int | str | DraftLength = "auto",
     rule: str | AcceptanceRule = "auto",
     tokenizer: Any = None,
+    kernels: Kernels | str | None = None,
 ) -> Iterator[Speculation]:
     """Let mlx-lm's own calls speculate inside the `with` block; arguments as for `install`.
 
@@ -336,5 +341,6 @@ def patched(
     """
     make_draft_length(num_draft_tokens)  # to raise now rather than at the first token
     make_rule(rule)
-    with in_force(Speculation(resolve(drafter), num_draft_tokens, rule, tokenizer)) as made:
+    how: dict[str, Any] = {"tokenizer": tokenizer, "kernels": make_kernels(kernels)}
+    with in_force(Speculation(resolve(drafter), num_draft_tokens, rule, **how)) as made:
         yield made

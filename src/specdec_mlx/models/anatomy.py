@@ -11,7 +11,7 @@ norm. `StateReader` reads the states that a drafter wants.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from specdec_mlx.caches import READABLE, leaves, window_of
+from specdec_mlx.caches import READABLE, STRATEGIES, leaves, window_of
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues, ReadsCache
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.models.loading import PerModel
@@ -51,8 +51,8 @@ Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 _watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar("watchers", default=())
 _handing: ContextVar[Callable[[nn.Module, Any], Any] | None] = ContextVar("handing", default=None)
 _stand_ins: ContextVar[Mapping[int, nn.Module] | None] = ContextVar("stand_ins", default=None)
-_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
-"""Watchers, hand, stand-ins and answer of the pass that this thread builds."""
+_answers: ContextVar[Mapping[Function, Answer] | None] = ContextVar("answers", default=None)
+"""Watchers, hand, stand-ins and answers of the pass that this thread builds."""
 
 
 _lock = Lock()
@@ -156,14 +156,19 @@ def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
 
 @cache
 def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
-    def reporting(method: Callable[..., Any], makes_logits: bool) -> Callable[..., Any]:
-        @wraps(method)  # other code reads the signature of a module's call
+    def reporting(name: str) -> Callable[..., Any]:
+        # An embedding that also makes the logits does so by `as_linear`, the last of the methods.
+        makes_logits = name == methods[-1]
+
+        @wraps(getattr(kind, name))  # other code reads the signature of a module's call
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             hand = _handing.get()
             if hand is not None and args:
                 args = hand(self, args[0]), *args[1:]
             stand_in = (_stand_ins.get() or {}).get(id(self)) if makes_logits else None
-            output = method(self if stand_in is None else stand_in, *args, **kwargs)
+            module = self if stand_in is None else stand_in
+            # Looked up for each call: kernels may replace the method of the class in this pass.
+            output = getattr(kind, name)(module, *args, **kwargs)
             for watcher in _watchers.get():
                 watcher((self, args[0] if args else None, output))
             return output
@@ -171,15 +176,18 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
         return call
 
     methods = [name for name in ("__call__", "as_linear") if hasattr(kind, name)]
-    # An embedding that also makes the logits does so by `as_linear`, the last of these.
-    members = {name: reporting(getattr(kind, name), name == methods[-1]) for name in methods}
+    members = {name: reporting(name) for name in methods}
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
 
 def replacing(
-    places: Iterable[tuple[ModuleType, str]], answer: Answer
+    places: Sequence[tuple[ModuleType, str]], answer: Answer
 ) -> AbstractContextManager[None]:
-    """Call `answer` in place of functions in the block. `places` are modules and names."""
+    """Call `answer` in place of functions in the block. `places` are modules and names.
+
+    Blocks may be nested. Each function has the answer of the innermost block that replaces it.
+    """
+    functions = [_original(getattr(*place)) for place in places]
 
     def replace(places: Iterable[tuple[ModuleType, str]]) -> None:
         for place in places:
@@ -189,17 +197,27 @@ def replacing(
         for place in places:
             setattr(*place, getattr(*place).__wrapped__)
 
-    return _swapped({place: place for place in places}, replace, put_back, _answer, answer)
+    answers = {**(_answers.get() or {}), **dict.fromkeys(functions, answer)}
+    return _swapped({place: place for place in places}, replace, put_back, _answers, answers)
 
 
 @cache
 def _answered(function: Function) -> Function:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        answer = _answer.get()
+        answer = (_answers.get() or {}).get(function)
         return function(*args, **kwargs) if answer is None else answer(function, args, kwargs)
 
+    _wrappers[call] = function
     return call
+
+
+_wrappers: dict[Function, Function] = {}
+"""The functions of `_answered`, and the functions that they stand for."""
+
+
+def _original(function: Function) -> Function:
+    return _wrappers.get(function, function)
 
 
 NUM_WATCHED = 7
@@ -207,10 +225,22 @@ NUM_WATCHED = 7
 
 
 class Tap(NamedTuple):
-    """A module, and the axis of positions of the states that are read there."""
+    """A call of a module, and the axis of positions of the states that are read there.
+
+    Attributes:
+        call: number of the call in a pass. A model with loops calls a layer several times.
+        is_input: the states are the argument of the call, not its result.
+    """
 
     module: nn.Module
     axis: int
+    call: int = -1
+    is_input: bool = False
+
+    def states(self, calls: Sequence[Call]) -> Any:
+        """The states in a pass, from all calls of the module."""
+        _, argument, made = calls[self.call]
+        return argument if self.is_input else first(made)
 
     def rows(self, states: mx.array, text: int | None = None) -> mx.array:
         """[n, D] one row for each position. Parallel streams follow each other in a row.
@@ -319,13 +349,13 @@ def _watch(model: nn.Module) -> Anatomy:
         if axis is None or not _is(made, mx.floating):
             continue
         if (*argument.shape[:-1], vocab_size) == made.shape != argument.shape:
-            head, states = Tap(module, axis), argument
+            head, states = Tap(module, axis, is_input=True), argument
     # The norm is the module whose output is the head's input, without modules inside it.
     norms = [m for m, _, made in calls if made is states and not m.children()]
     embeddings = [m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)]
     last_caches = {}
     for index, leaf in enumerate(leaves(caches)):
-        if isinstance(leaf, READABLE) and not leaf.empty():
+        if readable_kind(leaf) is not None and not leaf.empty():
             kind = "full_attention" if window_of(leaf) is None else "sliding_attention"
             last_caches[kind] = LastCache(index, leaf.keys.shape[-1])
     return Anatomy(
@@ -335,19 +365,40 @@ def _watch(model: nn.Module) -> Anatomy:
         width=states.shape[-1],
         dtype=states.dtype,
         embedding=embeddings[0] if embeddings else None,
-        layers=[_layer(layer, calls) for layer in getattr(model, "layers", ())],
+        layers=_layers(list(getattr(model, "layers", ())), calls),
         last_caches=last_caches,
         modules=[ref(module) for module in model.modules()],
     )
 
 
+def _layers(layers: Sequence[nn.Module], calls: Sequence[Call]) -> list[Tap | str]:
+    """Taps of the layers in the order of a pass, in which a model with loops repeats them."""
+    ids = set(map(id, layers))
+    steps = [call for call in calls if id(call[0]) in ids]
+    num_loops = len(steps) // len(layers) if layers else 0
+    in_order = [step[0] for step in steps] == [*layers] * num_loops
+    # A layer that is shared in another way, or called as a function, gives no single output.
+    if not in_order or not num_loops:
+        return [_layer(layer, calls) for layer in layers]
+    loops = [step // len(layers) - num_loops for step in range(len(steps))]
+    taps = [_tap(made, layer, loop) for loop, (layer, _, made) in zip(loops, steps, strict=True)]
+    for last in range(len(layers) - 1, len(steps) - 1, len(layers)):
+        # A norm may stand between two loops. Heads were trained on the input of the next loop.
+        layer, states, _ = steps[last + 1]
+        taps[last] = _tap(states, layer, loops[last + 1], is_input=True)
+    return taps
+
+
 def _layer(layer: nn.Module, calls: Sequence[Call]) -> Tap | str:
-    outputs = [first(made) for module, _, made in calls if module is layer]
-    # A layer that is shared, or called as a function, gives no single output.
+    outputs = [made for module, _, made in calls if module is layer]
     if len(outputs) != 1:
         return f"it is called {len(outputs)} times a pass"
-    axis = _axis_of_positions(outputs[0])
-    return "it has no states" if axis is None else Tap(layer, axis)
+    return _tap(outputs[0], layer)
+
+
+def _tap(made: Any, layer: nn.Module, call: int = -1, *, is_input: bool = False) -> Tap | str:
+    axis = _axis_of_positions(first(made))
+    return "it has no states" if axis is None else Tap(layer, axis, call, is_input)
 
 
 _known = PerModel(_watch)
@@ -409,17 +460,17 @@ class StateReader:
 
     def rows(self, calls: Sequence[Call], logits: mx.array, text: int | None = None) -> FeatureRows:
         """Features of a pass, from its calls and logits [n, V]. `text` as in `Tap.rows`."""
-        seen = {id(module): (argument, made) for module, argument, made in calls}
+        seen = defaultdict[int, list[Call]](list)
+        for call in calls:
+            seen[id(call[0])].append(call)
         head, layers = self._head, dict[int, mx.array]()
         # In a batch the states have the rows of the longest text.
         num_rows = logits.shape[0]
         for index, tap in self._layers.items():
-            made = seen[id(tap.module)][1]
-            made = made[0] if isinstance(made, tuple) else made
-            layers[index] = tap.rows(made, text)[:num_rows]
+            layers[index] = tap.rows(tap.states(seen[id(tap.module)]), text)[:num_rows]
         head_input = None
         if head is not None:
-            head_input = head.rows(seen[id(head.module)][0], text)[:num_rows]
+            head_input = head.rows(head.states(seen[id(head.module)]), text)[:num_rows]
         return FeatureRows(
             layers=layers,
             head_input=head_input,
@@ -442,19 +493,26 @@ def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
     cache = check_readable(caches, index)
     # mlx-lm 0.31 has no `keys_and_values`
     keys, values = getattr(cache, "keys_and_values", lambda: cache.state)()
-    if isinstance(cache, QuantizedKVCache):
+    if readable_kind(cache) is QuantizedKVCache:
         how = {"group_size": cache.group_size, "bits": cache.bits}
         keys, values = mx.dequantize(*keys, **how), mx.dequantize(*values, **how)
     # A pass of several positions leaves more rows than the window in the buffer.
-    if isinstance(cache, RotatingKVCache):
+    if readable_kind(cache) is RotatingKVCache:
         keys, values = (part[..., -cache.max_size :, :] for part in (keys, values))
     return KeysValues(keys, values, cache.offset)
+
+
+def readable_kind(cache: Any) -> type | None:
+    """The class in `READABLE` that a cache belongs to, or None."""
+    # Classes of mlx-vlm are registered with the strategies of mlx-lm's classes.
+    strategy = STRATEGIES.get(type(cache))
+    return next((k for k in READABLE if isinstance(cache, k) or strategy is STRATEGIES[k]), None)
 
 
 def check_readable(caches: Sequence[Any], index: int) -> Any:
     all_caches = list(leaves(caches))
     kind = type(all_caches[index]).__name__ if index < len(all_caches) else "no cache"
-    if index >= len(all_caches) or not isinstance(all_caches[index], READABLE):
+    if index >= len(all_caches) or readable_kind(all_caches[index]) is None:
         raise UnreadableError(
             f"Cache {index} of this target, {kind}, has no keys and values that a drafter can "
             f"read; expected one of {', '.join(known.__name__ for known in READABLE)}. Use "

@@ -24,7 +24,7 @@ from specdec_mlx.drafters.choosing.registry import (
 )
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.duck_typed import as_given
-from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.errors import HeadError, ModelFolderError, UnreadableError
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.persistent import PersistentStore
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags
@@ -71,7 +71,7 @@ class Drafters:
     def choose(self, request: TextRequest, loaded: LoadedModel) -> tuple[Drafter | None, str]:
         """The drafter of a request, and its name; raises ValueError and MissingPackageError."""
         model = request.draft_model
-        if model not in (None, DEFAULT_MODEL, self.choice.model.name) and loaded.sight is None:
+        if model not in (None, DEFAULT_MODEL, self.choice.model.name):
             if request.drafters is not None:
                 raise RequestError("Give drafter or draft_model, not both.")
             return self._draft_model(model, loaded), MODEL_DRAFTER
@@ -88,21 +88,24 @@ class Drafters:
         return best_of(parts), "+".join(specs) or NO_DRAFTER
 
     def _specs_of(self, names: Iterable[str], loaded: LoadedModel) -> dict[str, str]:
-        """The specs of drafters by their names; raises UnknownNameError.
-
-        A draft model cannot see pictures, so it does not draft for a model that sees them.
-        """
+        """The specs of drafters by their names; raises UnknownNameError."""
         specs = {name: self._specs.get(name, name) for name in names if name != NO_DRAFTER}
         for name in specs.keys() - self._specs.keys():
             if name not in drafter_names():
                 raise unknown("drafter", name, drafter_names())
-        sees = loaded.sight is not None
-        return {name: spec for name, spec in specs.items() if not (sees and waits_for_model(spec))}
+        return specs
 
     def _make(self, spec: str, loaded: LoadedModel) -> Drafter | None:
         """The drafter of a spec, made once for each loaded model."""
         if spec not in loaded.drafters:
-            loaded.drafters[spec] = self.choice.make(spec, loaded.model)
+            try:
+                loaded.drafters[spec] = self.choice.make(spec, loaded.model)
+            except (HeadError, UnreadableError) as error:
+                # The server began with a text model, and a picture had it loaded by mlx-vlm.
+                if loaded.sight is None:
+                    raise
+                logging.warning("%s does not draft beside pictures: %s", spec, error)
+                loaded.drafters[spec] = None
         return loaded.drafters[spec]
 
     def _draft_model(self, name: str, loaded: LoadedModel) -> Drafter | None:

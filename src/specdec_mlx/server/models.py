@@ -133,7 +133,9 @@ class Models:
         loaded.prefix_files = files_for(loaded, self.settings)
         self.loaded = loaded
         if self.flags.keeps_tuning:
-            loaded.closing.enter_context(kept_tuning(loaded.model, *loaded.names))
+            name, adapter = loaded.names
+            tuning = kept_tuning(loaded.model, name, adapter, self.flags.kernels)
+            loaded.closing.enter_context(tuning)
         return loaded
 
     def reset(self) -> None:

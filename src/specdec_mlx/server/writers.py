@@ -45,6 +45,7 @@ def shared_options(loaded: LoadedModel, settings: ServerSettings) -> Options:
     return Options(
         **by_flags,
         tokenizer=loaded.tokenizer,
+        kernels=settings.flags.kernels,
         stream=mx.default_stream(mx.default_device()) if are_several else generation_stream,
     )
 

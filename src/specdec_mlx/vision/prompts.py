@@ -20,7 +20,6 @@ from specdec_mlx.sequence import split_cache
 from specdec_mlx.vision.model import VisionModel, holds_nothing, mlx_vlm
 
 NOT_TAKEN = {
-    "draft_model": "None, since no draft model sees the images; look-up drafts from the text",
     "kv_bits": "None, since mlx-vlm chooses otherwise which caches to quantize",
     "max_kv_size": "None; of rotating caches of your own give prompt_cache",
 }

@@ -103,6 +103,19 @@ def sample(text: str, drafter: str = PLAIN, tokens: Sequence[int] = (1, 2), **ma
     return Sample(drafter, id=text, category="kind 0", **own)
 
 
+def test_a_drafter_has_a_row_with_kernels_and_one_without() -> None:
+    """With the same texts; the table names the kernels, and has no such column otherwise."""
+    record = bench(num_texts=1, kernels=["split"])
+    rows = [r for r in record.results if r.category == ALL]
+    assert [(r.drafter, r.kernels, r.identical) for r in rows] == [
+        (PLAIN, "", 1),
+        (LOOKUP, "", 1),
+        (LOOKUP, "split", 1),
+    ]
+    assert re.search(rf"\| {LOOKUP} .*\| split +\|", format_record(record))
+    assert "kernels" not in format_record(record_of())
+
+
 def test_texts_are_identical_and_counts_add_up() -> None:
     """Greedy: every text is plain decoding's. Sums over categories are those of "all"."""
     record = bench([LOOKUP, "none"], ["2", "5"])

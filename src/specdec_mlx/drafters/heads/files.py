@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import safe_open
 
+from specdec_mlx.drafters.heads.gguf_files import dequantized, read_gguf
 from specdec_mlx.drafters.heads.mtp import layer_prefixes
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.loading import is_offline
@@ -45,13 +46,21 @@ class HeadFiles:
 
     Args:
         path_or_repo: a folder, a repository, or a file or an index with tensors. The config.json
-            is in the file's folder or in the folder above.
+            is in the file's folder or in the folder above. A GGUF file, also as
+            "owner/repository/file.gguf", needs none.
         torch_files: read files that `torch.save` wrote if there are no safetensors.
     """
 
     def __init__(self, path_or_repo: str | Path, *, torch_files: bool = True) -> None:
-        self.name = str(path_or_repo)
+        self.name = self.repository = str(path_or_repo)
+        self.torch_files, self.gguf = torch_files, dict[str, Any]()
         folder, self.chosen_file = Path(path_or_repo).expanduser(), None
+        if folder.suffix == ".gguf":
+            self.repository = str(folder.parent)
+            self.folder = folder.parent if folder.parent.is_dir() else None
+            file = self._require(folder.name, "you named")
+            self.config, self.gguf = read_gguf(file)
+            return
         if folder.is_file() and folder.suffix in (".safetensors", ".json"):
             file, folder = folder, folder.parent
             # Conversions keep the layer in a subfolder such as mtp/, next to the config.json of the
@@ -59,7 +68,6 @@ class HeadFiles:
             folder = folder if (folder / CONFIG).is_file() else folder.parent
             self.chosen_file = str(file.relative_to(folder))
         self.folder = folder if folder.is_dir() else None
-        self.torch_files = torch_files
         self.config = self._read_json(CONFIG, "says what kind of head it is")
         for section in (self.config, self.config.get("mlx_lm_extra_tensors")):
             if self.chosen_file is None and isinstance(section, dict) and "mtp_file" in section:
@@ -94,7 +102,7 @@ class HeadFiles:
         path = self.folder / name if self.folder is not None else None
         if path is not None and not path.is_file():
             return None
-        is_of_torch = not name.endswith((".json", ".safetensors"))
+        is_of_torch = not name.endswith((".json", ".safetensors", ".gguf"))
         if is_of_torch and not (self.torch_files and find_spec("torch")):
             way = "Start the server with it as --draft-model"
             if self.torch_files:
@@ -107,7 +115,7 @@ class HeadFiles:
         if path is not None:
             return path
         try:
-            return Path(hf_hub_download(self.name, name))
+            return Path(hf_hub_download(self.repository, name))
         except LocalEntryNotFoundError as error:
             why = "you seem to be offline: " if is_offline() else ""
             raise HeadError(
@@ -148,6 +156,8 @@ class HeadFiles:
     @cached_property
     def weight_map(self) -> Mapping[str, str]:
         """Map from the name of each tensor to its file."""
+        if self.gguf:
+            return dict.fromkeys(self.gguf, Path(self.name).name)
         listed = self.list_file
         if listed is not None and listed.endswith(".json"):
             files = self._read_json(listed, "lists its tensors").get("weight_map")
@@ -161,22 +171,25 @@ class HeadFiles:
         return {tensor: file for file in files for tensor in self._tensors(file)[0]}
 
     def own_layers(self) -> list[str]:
-        """Prefixes of the prediction layers in a model's files.
-
-        Raises HeadError for a quantization that is not MLX's.
-        """
+        """Prefixes of the prediction layers in a model's files. Raises HeadError."""
         prefixes = layer_prefixes(self.config, self.weight_map)
-        for name in self.weight_map:
-            if name.startswith((*prefixes,)) and FOREIGN.search(name):
-                raise HeadError(
-                    f"{self.name}: its prediction layer is quantized in a way that mlx-lm does not "
-                    f"read ({name}). Give the original repository, or a conversion for MLX."
-                )
+        self.check_quantization(*prefixes)
         return prefixes
+
+    def check_quantization(self, *prefixes: str) -> None:
+        """Raise HeadError if tensors with these prefixes are quantized in a way that MLX lacks."""
+        for name in self.weight_map:
+            if name.startswith(prefixes) and FOREIGN.search(name):
+                raise HeadError(
+                    f"{self.name} is quantized in a way that mlx-lm does not read ({name}). Give "
+                    "the original repository, or a conversion for MLX."
+                )
 
     def read(self, names: Iterable[str]) -> tuple[dict[str, mx.array], bool]:
         """Read these tensors. Returns them, and True if MLX wrote one of their files."""
         wanted = list(names)
+        if self.gguf:
+            return {name: dequantized(self.gguf[name]) for name in wanted}, False
         files = [self._tensors(file) for file in sorted({self.weight_map[name] for name in wanted})]
         read = {name: x for tensors, _ in files for name, x in tensors.items()}
         return {n: read[n] for n in wanted if n in read}, any(is_mlx for _, is_mlx in files)

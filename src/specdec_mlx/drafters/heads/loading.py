@@ -23,6 +23,7 @@ from specdec_mlx.drafters.heads.drafter import (
     Head,
     HeadDrafter,
     anatomy_for_head,
+    is_norm,
 )
 from specdec_mlx.drafters.heads.eagle import Eagle3, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.files import HeadFiles
@@ -73,12 +74,18 @@ class Variant(NamedTuple):
 
 
 class HeadSource(NamedTuple):
-    """Input of a format's `build`. `tensors` has this package's names."""
+    """Input of a format's `build`.
+
+    Attributes:
+        tensors: the tensors of the files, with this package's names.
+        converted: MLX wrote the files.
+    """
 
     files: HeadFiles
     anatomy: Anatomy
     tensors: Tensors
     variant: Variant
+    converted: bool = False
 
     def rows(self, name: str) -> int:
         return self.tensors[name].shape[0] if name in self.tensors else 0
@@ -119,7 +126,9 @@ def kind_of(config: Config, names: Collection[str] = ()) -> str | None:
         names: names of the tensors.
     """
     # Prediction layers may be in a model's own files, or in a repository of their own.
-    if names and layer_prefixes(config, names):
+    # A block head may have its target's model type, and a matrix with a name of such a layer.
+    is_block = re.search("dspark|dflash", str(config.get("architectures")).lower())
+    if names and not is_block and layer_prefixes(config, names):
         return "mtp"
     keys = [*config, *(config.get("dflash_config") or ())]
     types = ("speculators_model_type", "model_type", "architectures")
@@ -181,9 +190,27 @@ def _eagle(source: HeadSource) -> Head:
 
 
 def _dflash(source: HeadSource) -> Head:
-    head = DFlash(source.files.config, source.anatomy, source.variant.layers)
-    head.add_weights(logits=source.rows("d2t"))
+    config = source.files.config
+    if "muse_glimmer" in str(config.get("model_type")):
+        # Muse's own head sees `sliding_window` positions on both sides, and the position itself.
+        config = {**config, "sliding_window": config["sliding_window"] + 1}
+        config |= {"model_type": "qwen3", "sliding_window_non_causal": True}
+    head = DFlash(config, source.anatomy, source.variant.layers)
+    # Most files with embeddings hold copies of the target's. The config says which are their own.
+    rows = source.rows("embed_tokens.weight") if config.get("has_embed_tokens") else 0
+    head.add_weights(rows, logits=source.rows("d2t"))
     return head
+
+
+def _block_weights(head: Head, source: HeadSource) -> Tensors:
+    """Weights of a block head. Norms of layers in the way of Qwen 3.5 are stored as w - 1."""
+    files, add_one = source.files, source.variant.norms_less_one
+    if add_one is None:
+        types = [files.config.get("model_type"), *(files.config.get("architectures") or ())]
+        # Heads of DeepSpec repeat their target's config, so the whole names count.
+        may_be = not {"qwen3_5", "Qwen35DSparkModel"}.isdisjoint(types)
+        add_one = may_be and (not source.converted or less_one(source.tensors))
+    return {n: x + 1 if add_one and is_norm(n, x) else x for n, x in source.tensors.items()}
 
 
 def _gemma4(source: HeadSource) -> Head:
@@ -286,6 +313,7 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
 
 
 _STYLE = {r"^model\.": "", r"midlayer\.": "layers.0."}
+_MUSE = _STYLE | {r"^encoder\.output_norm_enc\.": "hidden_norm.", r"^encoder\.": ""}
 _EAGLE = _STYLE | {r"^fc\.": "projection.", r"^layers\.": "body.layers."}
 _EAGLE3 = _STYLE | {r"layers\.0\.hidden_norm": "hidden_norm"}
 _MEDUSA = {
@@ -300,10 +328,15 @@ FORMATS: dict[str, Format] = {
         r"dspark(?!_)|\bmarkov_rank=",
         _dflash,
         _STYLE,
+        _block_weights,
     ),
     "dflash2": Format("DFlash 2", r"dflash2|\bselector_rank=", _dflash, _STYLE),
-    "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
-    "peagle": Format("P-EAGLE, which drafts in parallel", "peagle|p_eagle"),
+    "dflash": Format("DFlash", "dflash|muse_glimmer_assistant", _dflash, _MUSE),
+    "eagle4": Format("EAGLE-4, which drafts trees in a way of its own", "eagle[-_]?4"),
+    "peagle": Format(
+        "P-EAGLE, which drafts in parallel",
+        r"(?m)p[-_]?eagle|\b(ptd_token_id|parallel_drafting)=|^(model\.)?mask_hidden$",
+    ),
     "eagle3": Format(
         "EAGLE-3", r"(?ms)eagle3|\bdraft_vocab_size=|^fc\.weight$.*hidden_norm", _eagle3, _EAGLE3
     ),
@@ -420,15 +453,17 @@ def _check_options(files: HeadFiles, variant: Variant, apply: Collection[str]) -
 def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) -> Head:
     check_sizes(files, anatomy)
     check_width(files, anatomy, width_read(files.config))
-    tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
+    if form.renamed:
+        files.check_quantization("")
+    tensors, converted = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
     for old, new in form.renamed.items():
         # In order: a later pattern sees the names that an earlier pattern made.
         tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
-    source = HeadSource(files, anatomy, tensors, variant)
+    source = HeadSource(files, anatomy, tensors, variant, converted)
     assert form.build is not None
     head = form.build(source)
     apply = {"layers"} if isinstance(head, LayersHead) else {"pre_norm"}
-    if form.weights is _mtp_weights:
+    if form.weights in (_mtp_weights, _block_weights):
         apply.add("norms_less_one")
     _check_options(files, variant, apply)
     # d2t holds the distance from the id in the draft vocabulary to the id in the target.
@@ -475,6 +510,8 @@ def config_of(path_or_repo: str | Path) -> dict[str, Any]:
 
 def is_head(path_or_repo: str | Path) -> bool:
     """True for a folder or repository with a head's config, and for a file in a model's folder."""
+    if str(path_or_repo).endswith(".gguf"):
+        return True
     config = config_of(path_or_repo)
     is_file = Path(path_or_repo).expanduser().is_file()
     return bool(config) and (is_file or kind_of(config) is not None)

@@ -253,7 +253,11 @@ OTHER_FORMULAS = {
     "longcat_flash_ngram": "reads embeddings of several tokens, in a way that is not known here",
     "kimi_linear": "is not in its repository",
     "kimi_k3": "is not in its repository",
-    "deepseek_v4": "carries four streams of states, which are added instead of concatenated",
+    "deepseek_v4": "carries four streams of states, and mlx-lm has no deepseek_v4 to make it of",
+    "qwen4_exp": "reads all streams of its states, and mlx-lm has no qwen4_exp to make it of",
+    "glm5_next": "needs layers of glm5_next, which mlx-lm does not have",
+    "hy_v4": "needs layers of hy_v4 (Hunyuan V4), which mlx-lm does not have",
+    "inkling": "needs layers of inkling, which mlx-lm does not have",
     "deepseek_v41": "is DSpark, which drafts a block and corrects it by a Markov chain",
 }
 """Model type -> why its multi-token prediction is refused."""

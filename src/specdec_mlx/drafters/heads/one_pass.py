@@ -21,8 +21,9 @@ from specdec_mlx.caches import states_of
 from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.draft_sources import Parents, places_after
 from specdec_mlx.drafters.drawing import match_vocab, spread
-from specdec_mlx.drafters.heads.drafter import Config, Head, within
-from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
+from specdec_mlx.drafters.heads.block_parts import NoiseLevels, change_attention
+from specdec_mlx.drafters.heads.drafter import Config, DraftVocabulary, Head, within
+from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4, layer_arguments
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadReader, UnreadStates
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
@@ -95,6 +96,17 @@ def block_layers(settings: Config, depth: int, num_layers: int) -> Sequence[int]
     return [round(1 + i * (most - 4) / (depth - 1)) for i in range(depth)]
 
 
+def drafts_from_anchor(settings: Config) -> bool:
+    """True if the position of the known token drafts as well."""
+    is_dspark = settings.get("markov_rank") is not None
+    proposals = (settings.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    number = proposals[0].get("speculative_tokens")
+    # Early configs of speculators do not name the first position, but they count the drafts.
+    if is_dspark and number:
+        return bool(number >= settings["block_size"])
+    return bool(settings.get("sample_from_anchor", is_dspark))
+
+
 class GroupedConvolution(nn.Module):  # type: ignore[misc]
     """DFlash 2's causal convolutions before and after a part of a layer.
 
@@ -138,7 +150,13 @@ class CandidateSelector(nn.Module):  # type: ignore[misc]
         self.successor_codebook = mx.zeros(table)
         self.hidden_projection = nn.Linear(width, config["selector_rank"], bias=False)
 
-    def __call__(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+    def __call__(
+        self,
+        logits: mx.array,
+        states: mx.array,
+        before: mx.array,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> mx.array:
         """Logits [n, V] after tokens [n]. All except the top tokens get -inf."""
         ids = top_tokens(logits, min(self.top, logits.shape[-1]))
         first, second = self.predecessor_codebook, self.successor_codebook
@@ -162,17 +180,28 @@ class MarkovHead(nn.Module):  # type: ignore[misc]
             raise ValueError(f"markov_head_type {kind!r}, expected vanilla or gated")
         self.note = f"pairs of rank {rank}"
         self.markov_w1 = nn.Embedding(config["vocab_size"], rank)
-        self.markov_w2 = nn.Linear(rank, config["vocab_size"], bias=False)
+        # The token before may be any token, and the bias is for the draft vocabulary.
+        rows = config.get("draft_vocab_size") or config["vocab_size"]
+        self.markov_w2 = nn.Linear(rank, rows, bias=False)
         if kind == "gated":
             self.gate_proj = nn.Linear(width + rank, rank)
 
-    def __call__(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+    def __call__(
+        self,
+        logits: mx.array,
+        states: mx.array,
+        before: mx.array,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> mx.array:
         # bias = W2 W1(token before), and with a gate W2 (W1(token before) * sigmoid(W [state,
         # W1(...)]))
         code = self.markov_w1(within(before, self.markov_w1.weight))
         if "gate_proj" in self:
             code = code * mx.sigmoid(self.gate_proj(mx.concatenate([states, code], axis=-1)))
-        return logits + match_vocab(self.markov_w2(code), logits.shape[-1])
+        bias = self.markov_w2(code)
+        if vocabulary is not None:
+            return logits + vocabulary.widen(bias)
+        return logits + match_vocab(bias, logits.shape[-1])
 
 
 class DFlash(LayersHead):
@@ -198,13 +227,16 @@ class DFlash(LayersHead):
         depth = layer["num_hidden_layers"]
         fused = layers or block_layers(settings, depth, anatomy.num_layers)
         super().__init__(layer, fused, anatomy)
+        for block_layer in self.layers:
+            change_attention(block_layer, settings, layer_arguments(layer))
         kinds = layer.get("layer_types") or [""] * depth
         slides = [kind == SLIDING for kind in kinds]
         window = layer.get("sliding_window")
         self.windows = tuple(window if slide else None for slide in slides)
         causal = [] if settings.get("sliding_window_non_causal") else slides
-        if settings.get("is_causal") is not None:
-            causal = [settings["is_causal"]] * depth
+        flags = [settings.get(key) for key in ("is_causal", "causal", "dflash_query_causal")]
+        if any(flag is not None for flag in flags):
+            causal = [any(flags)] * depth
         self.causal = {i for i, is_causal in enumerate(causal) if is_causal}
         self.mask_token = settings["mask_token_id"]
         self.block_size = settings.get("block_size", 16)
@@ -213,7 +245,7 @@ class DFlash(LayersHead):
         self.embedding_scale = settings.get("input_embedding_scale", scale)
         self.logit_scale = settings.get("output_multiplier", 1.0)
         self.logit_cap = settings.get("final_logit_softcapping") or None
-        self.from_anchor = settings.get("sample_from_anchor", "markov_rank" in settings)
+        self.from_anchor = drafts_from_anchor(settings)
         self.most_drafted = self.block_size - (not self.from_anchor)
         self.kind = "DFlash"
         sizes = {"vocab_size": layer.get("vocab_size"), **settings}
@@ -223,10 +255,12 @@ class DFlash(LayersHead):
                 block_layer.attention_conv = GroupedConvolution(self.width, settings)
                 block_layer.mlp_conv = GroupedConvolution(self.width, settings)
             self.candidate_selector = CandidateSelector(self.width, sizes)
-        if "markov_rank" in settings:
+        if settings.get("markov_rank") is not None:
             self.kind = "DSpark"
             if settings["markov_rank"]:
                 self.markov_head = MarkovHead(self.width, sizes)
+        if settings.get("log_snr_conditioning"):
+            self.log_snr_embed = NoiseLevels(self.width)
 
     @property
     def tokens_a_pass(self) -> int:
@@ -253,7 +287,9 @@ class DFlash(LayersHead):
         """Normed states [n, D] of the n tokens after `token`."""
         size = self.block_size
         tokens = to_ids([token, *[self.mask_token] * (size - 1)])
-        h = self.anatomy.embed(tokens)[None] * self.embedding_scale
+        h = self.embed(tokens)[None] * self.embedding_scale
+        if "log_snr_embed" in self:
+            h = h + self.log_snr_embed(size)
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             h = self.run(layer, h, self.mask(i, layer_cache.offset, size), layer_cache)
             # The block holds masks, so it is dropped. The context has only rows of the target.
@@ -288,7 +324,7 @@ class DFlash(LayersHead):
     def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
         """Logits [n, V] after tokens [n], from the logits and states [n, D] of their positions."""
         for part in self.correctors:
-            logits = part(logits, states, before)
+            logits = part(logits, states, before, self.vocabulary)
         return logits
 
     def notes(self) -> list[str]:

@@ -62,7 +62,7 @@ class Record(Struct, Rows, frozen=True, forbid_unknown_fields=True):
     def live_ratio(self, drafter: str, draft_length: str, category: str) -> float | None:
         """Measured speed under rule "auto" relative to plain decoding, or None."""
         # Records of plain decoding have no rule.
-        wanted = [(drafter, draft_length, rule) for rule in ("", "auto")]
+        wanted = [(drafter, draft_length, rule, "") for rule in ("", "auto")]
         ratios = (r.ratio for r in self.results if r.key in wanted and r.category == category)
         return next(ratios, None)
 
@@ -205,6 +205,7 @@ def results_table(results: Sequence[Result], columns: Columns, category: str = "
         "drafter": lambda r: r.drafter,
         "K": lambda r: r.draft_length or "-",
         "rule": lambda r: (len(rules) > 1 and r.rule) or "-",
+        "kernels": lambda r: r.kernels or "-",
     }
     return table_of(results, whose, columns)
 

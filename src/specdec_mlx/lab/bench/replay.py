@@ -79,6 +79,7 @@ class RecordedTarget:
     """A target whose greedy text is known. See `specdec_mlx.target.Verifier`."""
 
     remembers = False
+    kernels = None
 
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         self.rollback = Rollback([], position=len(text.prompt) - 1)

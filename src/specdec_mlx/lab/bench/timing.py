@@ -22,6 +22,7 @@ from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.choice import DrafterChoice
 from specdec_mlx.files import Count
+from specdec_mlx.kernels import make_kernels
 from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import speculate
 from specdec_mlx.rules import make_rule
@@ -64,10 +65,11 @@ class Way(Struct, frozen=True, forbid_unknown_fields=True):
     drafter: str
     draft_length: str = ""
     rule: str = ""
+    kernels: str = ""
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        return self.drafter, self.draft_length, self.rule
+    def key(self) -> tuple[str, str, str, str]:
+        return self.drafter, self.draft_length, self.rule, self.kernels
 
 
 class Contender(Way, frozen=True, kw_only=True):
@@ -122,6 +124,7 @@ def ours(
     rule: str = "auto",
     tuning_for_text: Callable[[], Tuning] | None = None,
     is_seeded: bool = False,
+    kernels: str = "",
 ) -> Contender:
     """Our loop as a contender.
 
@@ -136,15 +139,16 @@ def ours(
         tuning_for_text: returns the measurements with which "auto" begins a text. None begins anew
             in each repeat, because a text that was seen before is no fair test.
         is_seeded: measure rule "auto" as it works with a seed.
+        kernels: of passes over several rows, as on the command line; "" for MLX's own.
     """
     how = make_rule(rule, is_seeded=is_seeded)
-    length = parse_draft_length(draft_length or "0")
+    length, chosen = parse_draft_length(draft_length or "0"), make_kernels(kernels or None)
     tunings: dict[int, Tuning] = {}
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         # A repeat has its own seed, so "auto" begins anew in each repeat.
         if tuning_for_text is None and seed not in tunings:
-            tunings[seed] = Tuning.for_model(model)
+            tunings[seed] = Tuning.for_model(model, chosen)
         tokens = speculate(
             model,
             prompt,
@@ -156,6 +160,7 @@ def ours(
             num_draft_tokens=length,
             tuning=tuning_for_text() if tuning_for_text else tunings[seed],
             tokenizer=tokenizer,
+            kernels=chosen,
         )
         with closing(tokens):
             for token in tokens:
@@ -164,7 +169,7 @@ def ours(
                 counts = stats.target_passes, stats.drafted, drafting
                 yield Emitted(token.token, token.from_draft, *counts)
 
-    return Contender(name, *((draft_length, rule) if drafter else ()), start=start)
+    return Contender(name, *((draft_length, rule, kernels) if drafter else ()), start=start)
 
 
 # Timing
@@ -209,8 +214,11 @@ def make_contenders(
     settings: Settings,
     tokenizer: Any = None,
     rules: Sequence[str] = ("auto",),
+    kernels: Sequence[str] = (),
 ) -> list[Contender]:
     """Plain mlx-lm, its own speculation if there is a draft model, and each drafter in all ways.
+
+    A drafter runs without kernels, and with each of `kernels`.
 
     Raises ValueError for an unknown name or option.
     """
@@ -223,10 +231,10 @@ def make_contenders(
         contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
     for spec, one in choice.each().items():
         drafter = one.resolve(model)
-        ways = product(draft_lengths, rules) if drafter else [("", "auto")]
+        ways = product(draft_lengths, rules, ("", *kernels)) if drafter else [("", "auto", "")]
         contenders += [
-            ours(model, drafter, spec, length, temp, tokenizer, rule, None, is_seeded)
-            for length, rule in ways
+            ours(model, drafter, spec, length, temp, tokenizer, rule, None, is_seeded, names)
+            for length, rule, names in ways
         ]
     return contenders
 

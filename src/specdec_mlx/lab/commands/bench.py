@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from specdec_mlx.arguments import checked, new_file, number, parse_draft_length
 from specdec_mlx.drafters.choosing.choice import choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER, MODEL_DRAFTER
+from specdec_mlx.kernels import make_kernels
 from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.record import format_record, read_sessions, save_record
 from specdec_mlx.lab.bench.report import (
@@ -54,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_repeatable("--num-draft-tokens", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
     rules = "acceptance rule, repeatable: every drafter and length with every rule (auto)"
     add_repeatable("--rule", type=checked(make_rule), metavar="NAME", help=rules)
+    others = "kernels for passes over several rows, repeatable: every drafter with and without them"
+    add_repeatable("--kernels", type=checked(make_kernels), metavar="NAME", help=others)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
@@ -83,7 +86,8 @@ def main(
     lengths, rules = args.num_draft_tokens or ("auto",), args.rule or ("auto",)
     end_tokens = tokenizer.eos_token_ids
     how = Settings(args.max_tokens, args.repeats, args.seed, end_tokens, args.temp)
-    contenders = make_contenders(model, choice, lengths, how, tokenizer, rules)
+    kernels = args.kernels or ()
+    contenders = make_contenders(model, choice, lengths, how, tokenizer, rules, kernels)
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
     models = [m for m in (model, choice.model.pair[0]) if m is not None]

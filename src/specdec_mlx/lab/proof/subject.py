@@ -221,7 +221,7 @@ class Remembered(nn.Module):  # type: ignore[misc]
             model=model, context=tuple(context), caches=caches, inside=inside, known={}
         )
         for place in places_of(self):  # Rows are looked up, so wide passes are exact.
-            place.exact |= {True: True, False: True}
+            place.exact |= {(True, ""): True, (False, ""): True}
 
     def make_cache(self) -> list[_TokenCache]:
         return [_TokenCache()]
