@@ -23,13 +23,13 @@ FILE, TEST = "area.py", "python3 check.py"
 WRONG = re.compile(r"    return width \+ height  # rule (\w+)")
 PATH = re.compile(r"/\S*/area\.py")
 LISTED, WHOLE = re.compile(r"area\.py\n```\n(.*?)```", re.DOTALL), "*file listing* format"
-PASSED = re.compile(r"All checks pass: (\w+)")
+PASSED = re.compile(r"All checks passed with (\w+)")
 READERS = ("Read", "read", "read_file", "read_files")
 EDITORS = ("Edit", "edit", "replace_in_file", "MultiEdit", "editor")
 PATCHERS = ("apply_patch",)
 SHELLS = (
     *("Bash", "bash", "exec_command", "shell_command", "shell"),
-    *("run_shell_command", "execute_command", "run_commands"),
+    *("run_shell_command", "execute_command", "run_commands", "exec"),
 )
 SCRIPTS = "exec"  # takes JavaScript, in which the other tools are functions
 ENDS = ("attempt_completion",)
@@ -177,6 +177,12 @@ class Agent:
     def __init__(self, tools: dict[str, dict[str, Any]], path: re.Match[str] | None) -> None:
         self.tools, self.path = tools, path[0] if path else FILE
 
+    @property
+    def takes_scripts(self) -> bool:
+        """True for Codex's tool; OpenClaw's of this name is a shell."""
+        parameters = self.tools.get(SCRIPTS, {}).get("parameters") or {}
+        return SCRIPTS in self.tools and "command" not in (parameters.get("properties") or {})
+
     def read(self) -> str:
         """The call that reads the file."""
         name = self.first(READERS)
@@ -190,13 +196,13 @@ class Agent:
         patch = "\n".join(["*** Begin Patch", *change, "*** End Patch", ""])
         if name := self.first(PATCHERS):
             return self.call(name, patch)
-        if SCRIPTS in self.tools:
+        if self.takes_scripts:
             return self.call(SCRIPTS, f"text(await tools.apply_patch({json.dumps(patch)}));")
         return self.run(f"apply_patch <<'EOF'\n{patch}EOF")
 
     def run(self, command: str) -> str:
         """The call that runs a command."""
-        if SCRIPTS in self.tools:
+        if self.takes_scripts:
             code = f"const done = await tools.exec_command({json.dumps({'cmd': command})});"
             return self.call(SCRIPTS, f"{code} text(done.output);")
         name = self.first(SHELLS)

@@ -52,7 +52,7 @@ PROGRAM = f'''def area(width, height):
 CHECK = """import area, hashlib, pathlib
 ok = area.area(3, 4) == 12
 number = hashlib.sha256(pathlib.Path("area.py").read_bytes()).hexdigest()[:8]
-print(f"All checks pass: {number}" if ok else "FAILED: area(3, 4) is not 12")
+print(f"All checks passed with {number}" if ok else "FAILED: area(3, 4) is not 12")
 with open("runs.txt", "a") as runs:
     print(ok, number, file=runs)
 """
@@ -122,13 +122,16 @@ class Traffic:
 
 
 @contextmanager
-def counting(url: str, traffic: Traffic, log: Path) -> Iterator[str]:
+def counting(
+    url: str, traffic: Traffic, log: Path, change: Callable[[bytes], bytes] = bytes
+) -> Iterator[str]:
     """The address of a proxy before a server, which counts.
 
     Args:
         url: of the server.
         traffic: what is filled.
         log: file that gets all requests and answers, as JSON lines.
+        change: changes the body of a request before the server gets it.
     """
     upstream = urlsplit(url)
 
@@ -136,7 +139,7 @@ def counting(url: str, traffic: Traffic, log: Path) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
 
         def handle_one(self) -> None:
-            body = self.body()
+            body = change(self.body())
             headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP_BY_HOP}
             headers |= {"Content-Length": str(len(body))} if body else {}
             connection = http.client.HTTPConnection(upstream.hostname or "", upstream.port or 80)
@@ -261,6 +264,19 @@ def pi_config(url: str) -> dict[str, str]:
     return {".pi/agent/models.json": json.dumps(config, indent=2)}
 
 
+def openclaw_config(url: str) -> dict[str, str]:
+    """Of OpenClaw: one provider with one model, and no chats beside the terminal."""
+    model = {"id": MODEL, "name": MODEL, "contextWindow": CONTEXT, "maxTokens": 8192}
+    provider = {"baseUrl": f"{url}/v1", "api": "openai-completions", "apiKey": KEY}
+    defaults = {"model": {"primary": f"specdec/{MODEL}"}, "skipBootstrap": True}
+    defaults["workspace"] = "."  # where it is started
+    config = {
+        "models": {"providers": {"specdec": provider | {"models": [model]}}},
+        "agents": {"defaults": defaults},
+    }
+    return {".openclaw/openclaw.json": json.dumps(config, indent=2)}
+
+
 QUIET = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "COPILOT_OFFLINE": "true",
@@ -338,6 +354,12 @@ CLIENTS = (
             "COPILOT_PROVIDER_API_KEY": KEY,
             "COPILOT_MODEL": MODEL,
         },
+    ),
+    Client(
+        "OpenClaw",  # needs Node 24.16
+        "openclaw",
+        lambda url, task: ["openclaw", "agent", "--local", "--agent", "main", "-m", task],
+        files=openclaw_config,
     ),
     Client(
         "Aider",
@@ -433,7 +455,7 @@ def try_client(client: Client, url: str, scratch: Path) -> Outcome:
         traffic.has_read,
         (work / FILE).read_text(encoding="utf-8") == PROGRAM.replace(WRONG, mended(WRONG)),
         last[-2] == "True",
-        f"All checks pass: {last[-1]}" in output,
+        f"All checks passed with {last[-1]}" in output,
         traffic,
     )
 

@@ -21,7 +21,7 @@ from specdec_mlx.draft_length.costs import isotonic
 from specdec_mlx.lab.bench.report import MachineReport, load_report
 
 CHIPS = Path(costs.__file__).with_name("chips.tsv")
-NO_TILE = "0"  # a report ends at 16 rows, and straight lines continue from there
+NO_TILE = "0"
 
 
 def row_of(report: MachineReport, depth: int | None = None, fits: str = "") -> str:

@@ -121,7 +121,8 @@ def by_drafter(results: list[Result]) -> dict[str, list[Result]]:
     groups: dict[str, list[Result]] = {}
     for result in results:
         if result.drafter != PLAIN:
-            groups.setdefault(DRAFTERS.get(result.drafter, result.drafter), []).append(result)
+            name = DRAFTERS.get(result.drafter, result.drafter) + ", kernels" * bool(result.kernels)
+            groups.setdefault(name, []).append(result)
     return groups
 
 

@@ -62,6 +62,7 @@ COMMANDS = {
     "peers": "--peer mlx-dspark --help",
     "policies": "{texts} --curve m3-max",
     "prior": "{texts} --drafter ngram",
+    "real_agent": "--help",
     "recorded_drafts": "{texts} --draft-model {model} --json {out}",
     "recorded_tops": "{texts} --model {model} --json {out}",
     "replay": "{texts} --drafter ngram --num-draft-tokens 2",
@@ -76,6 +77,7 @@ COMMANDS = {
     "systems": "--every 16 --max-tokens 4 --part cascades",
     "tables": "--help",
     "tree_cost": "--model {model} --repeats 1",
+    "windows": "--drafter eagle3 --texts 1 --max-tokens 8",
     "worst_case": "--model {model} --num-prompts 1 --repeats 1 --max-tokens 8",
 }
 """Arguments of each."""

@@ -29,14 +29,14 @@ import generate_map  # noqa: E402
 LONGEST_MODULE, LONGEST_FUNCTION = 5_600, 640
 """At most so many tokens of code: breaking a line makes nothing longer."""
 
-MOST_AT_THE_TOP = 21
+MOST_AT_THE_TOP = 22
 
 MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "GenerationBatch"}
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 215,
-    "numeric constants": 192,
+    "files": 216,
+    "numeric constants": 193,
     "protocols": 6,
     "public names": 20,
 }
@@ -56,8 +56,8 @@ CORE = tuple(
 
 TOKENS = {
     "core": 22_910,
-    "library": 136_000,
-    "lab": 75_250,
+    "library": 138_600,
+    "lab": 75_330,
     "server": 43_650,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.

@@ -18,8 +18,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, RotatingKVCache
 
-from specdec_mlx.caches import leaves, saved_buffer
+from specdec_mlx.caches import leaves, saved_buffer, window_of
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.window_cache import WindowCache
 
 EMPTY = -1  # position of a slot without a token of its row: padding, or a rejected token
 
@@ -33,22 +34,30 @@ class Slots:
 
     Attributes:
         window: tokens after which the caches forget, or None.
+        sinks: first positions that the caches never forget.
         positions: index in its row's text of each slot's token, or `EMPTY`.
     """
 
     window: int | None
+    sinks: int = 0
     positions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     _queries: np.ndarray = field(init=False)
     _masks: dict[int | None, mx.array] = field(default_factory=dict)
 
     def add_row(self, num_positions: int, num_rows: int) -> None:
         """Add a row of `num_positions` tokens after `num_rows` others, aligned at the right."""
-        first = 0 if self.window is None else max(0, num_positions - self.window)
-        rows = [*self.positions[:num_rows], np.arange(first, num_positions, dtype=np.int32)]
+        text = np.arange(num_positions, dtype=np.int32)
+        rows = [*self.positions[:num_rows], text[self._keeps(text, num_positions)]]
         width = max(map(len, rows))
         self.positions = np.stack(
             [np.pad(row, (width - len(row), 0), constant_values=EMPTY) for row in rows]
         )
+
+    def _keeps(self, positions: np.ndarray, length: Any) -> Any:
+        """True for the positions of a text of this length that its next position may see."""
+        if self.window is None:
+            return positions >= 0
+        return (positions < self.sinks) | (positions >= length - self.window)
 
     def append(self, new: np.ndarray) -> None:
         self.positions = np.concatenate([self.positions, new], axis=1)
@@ -61,10 +70,13 @@ class Slots:
         # A model that asks for another number of queries makes its own layout of the pass.
         if num_queries != self._queries.shape[1]:
             raise ValueError(f"a mask for {num_queries} of {self._queries.shape[1]} tokens")
-        window = window or self.window
+        if not self.sinks:
+            window = window or self.window
         if window not in self._masks:
             queries, keys = self._queries[:, :, None], self.positions[:, None, :]
             seen = (keys != EMPTY) & (keys <= queries)
+            if self.sinks:
+                seen &= (queries - keys < self.window) | (keys < self.sinks)
             if window is not None:
                 seen &= queries - keys < window
             self._masks[window] = mx.array(seen[:, None])
@@ -84,8 +96,7 @@ class Slots:
         num_slots = int(used[-1]) + 1 if len(used) else 0
         dropped = int(self.positions.shape[1]) - num_slots
         self.positions = self.positions[:, :num_slots]
-        if self.window is not None:
-            self.positions[self.positions < limits - self.window] = EMPTY
+        self.positions[~self._keeps(self.positions, limits)] = EMPTY
         most = int((self.positions != EMPTY).sum(axis=1).max(initial=0))
         if num_slots - most <= max(MOST_EMPTY, most // 4):
             return dropped, None
@@ -135,7 +146,7 @@ class SlotCache(BatchKVCache):  # type: ignore[misc]
         like.keys = self.keys[row : row + 1, :, slots]
         like.values = self.values[row : row + 1, :, slots]
         like.offset = num_positions
-        if isinstance(like, RotatingKVCache):
+        if isinstance(like, RotatingKVCache | WindowCache):
             like._idx = like.keys.shape[2]
 
 
@@ -150,7 +161,7 @@ class BatchCaches:
 
     caches: list[Any]
     lengths: list[int] = field(default_factory=list)
-    _slots: dict[int | None, Slots] = field(default_factory=dict)
+    _slots: dict[tuple[int | None, int], Slots] = field(default_factory=dict)
     _before: list[tuple[ArraysCache, Any]] = field(default_factory=list)
     _began: list[int] = field(default_factory=list)
 
@@ -168,10 +179,13 @@ class BatchCaches:
             return None if None in parts else CacheList(*parts)
         if kind is ArraysCache:
             return ArraysCache(len(cache.cache))
-        if kind is not KVCache and (kind is not RotatingKVCache or cache.keep):
+        if kind is WindowCache:
+            window, sinks = cache.window, cache.sinks
+        elif kind is KVCache or (kind is RotatingKVCache and not cache.keep):
+            window, sinks = window_of(cache), 0
+        else:
             return None
-        window = cache.max_size if kind is RotatingKVCache else None
-        return SlotCache(self._slots.setdefault(window, Slots(window)))
+        return SlotCache(self._slots.setdefault((window, sinks), Slots(window, sinks)))
 
     @property
     def num_bytes(self) -> int:

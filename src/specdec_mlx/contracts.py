@@ -74,7 +74,8 @@ class Evidence(NamedTuple):
         share: class of the share of votes, by `share_class`. 0 if unknown.
         places: class of the number of voters, by `places_class`. 0 if unknown.
         rank: index among the tokens that were proposed after the same tokens.
-        confidence: largest probability of the draft model here, before the draw. None if unknown.
+        confidence: chance of acceptance before the draw: a head's own estimate, or else the largest
+            probability of the draft model. None if unknown.
         is_drawn: the token was drawn, and is not simply the likeliest.
         is_free: no step of a model was run for this token.
     """

@@ -30,6 +30,7 @@ from lossless import largest_difference, only_counting
 from selection import cases, in_one_test
 from specdec_mlx.caches import STRATEGIES, Rollback, leaves, strategy_for
 from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.window_cache import WindowCache
 
 WINDOW = 8
 VOCAB = 128
@@ -56,6 +57,7 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Any] | None]] = {
     "ConcatenateKVCache": ("qwen3", ConcatenateKVCache),
     "RotatingKVCache": ("qwen3", lambda: RotatingKVCache(WINDOW)),
     "RotatingKVCache with keep": ("qwen3", lambda: RotatingKVCache(WINDOW, keep=4)),
+    "WindowCache": ("qwen3", lambda: WindowCache(WINDOW, sinks=2)),
     "unknown, trims now and then": ("qwen3", lambda: SometimesTrims(WINDOW)),
     "unknown, never trims": ("qwen3", NeverTrims),
     "ChunkedKVCache": ("llama4", None),
@@ -175,7 +177,7 @@ class Speculation:
         return self.references[index][0]
 
 
-CONTROLS = ["KVCache", "RotatingKVCache", "ChunkedKVCache", "ArraysCache"]
+CONTROLS = ["KVCache", "RotatingKVCache", "WindowCache", "ChunkedKVCache", "ArraysCache"]
 LIKE_ANOTHER = ("QuantizedKVCache", "CacheList of arrays and a window", "LayerCache")
 """Their parts go back as those of other subjects do: tried in the full run."""
 
@@ -191,6 +193,7 @@ def test_drafting_leaves_no_trace(
     """After any sequence of passes, drafts, rollbacks and turns the logits are those of caches
     that saw only the tokens that were kept, one at a time. A rollback that only counts is found
     out."""
+    monkeypatch.setattr(WindowCache, "spare", 3)
     if not rolls_back:
         monkeypatch.setattr(Rollback, "rewind_to", only_counting)
 

@@ -6,6 +6,7 @@ publisher, and `block_logits` is the formula of them all in NumPy.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -445,6 +446,7 @@ FORMATS_BY_FILE: dict[str, str] = {
     **dict.fromkeys(REFERENCES, "a fixture"),
     "medusa": "a fixture",
     "pard": "a model",
+    "pard2": "a model",
     **dict.fromkeys(OWN_LAYERS, "prediction layers"),
     **dict.fromkeys(CASES, "a packaging"),
 }
@@ -461,7 +463,8 @@ def of_file(name: str, folder: Path) -> tuple[nn.Module, Any]:
             return heads.reference(name).target(), heads.loaded(name, folder)
         case "a model":
             model = tiny.build("llama", vocab_size=288)
-            return model, load_head(write_model_folder(folder, pard_token=17), model)
+            settings = {"pard2_target_layers": [-1, -8], "pard2": True} if name == "pard2" else {}
+            return model, load_head(write_model_folder(folder, pard_token=17, **settings), model)
     family, config = FAMILIES[name], tiny.CONFIGS[OWN_LAYERS[name]]
     part = config.get("text_config", config)
     model = tiny.build(OWN_LAYERS[name])
@@ -500,7 +503,7 @@ def test_no_format_is_left_out() -> None:
         if kind_of(heads.reference(name).config, heads.reference(name).weights) == kind
     }
     missing = {kind for kind, form in FORMATS.items() if form.loads} - kinds
-    assert missing <= {"medusa", "pard"}
+    assert missing <= {"medusa", "pard", "pard2"}
     layers = {name.removeprefix("mtp_") for name in FORMATS_BY_FILE}
     assert FAMILIES.keys() <= layers
 
@@ -593,6 +596,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "Hunyuan V4": ({"model_type": "hy_v4"}, ["model.mtp_layers.0.eh_proj.weight"], "Hunyuan V4"),
     "Inkling": ({"model_type": "inkling"}, ["model.mtp.0.eh_proj.weight"], "layers of inkling"),
     "Inkling's layer alone": ({"model_type": "inkling_mtp"}, ["eh_proj.weight"], "of inkling"),
+    "PARD-2 in training": (
+        {"pard2_target_layers": [-1], "pard_token": 3, "model_type": "llama"},
+        ["target_proj.weight"],
+        "projects the target's states into its embeddings",
+    ),
+    "Hydra": ({"hydra_num_heads": 4}, ["hydra_head.0.weight"], "holds Hydra heads"),
     "Nemotron's NVFP4": (
         STANDALONE | {"hidden_size": 32},
         ["fc.weight", "fc.weight_scale"],
@@ -606,7 +615,7 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     """With what is missing. It is never taken for a head of another kind."""
     config, tensors, words = REFUSED[name]
     arrays: Arrays = {key: np.zeros((2, 2), np.float32) for key in tensors}
-    folder = heads.Reference(config, arrays, {}).write(tmp_path / name.replace("/", "_"))
+    folder = heads.Reference(config, arrays, {}).write(tmp_path / str([*REFUSED].index(name)))
     with pytest.raises(HeadError, match=words):
         load_head(folder, heads.target())
 
@@ -624,6 +633,26 @@ def test_other_gguf_files_are_refused_in_words(tmp_path: Path, monkeypatch: Any)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(HeadError, match=r"specdec-mlx\[gguf\]"):
         load_head(model, heads.target())
+
+
+def test_a_damaged_gguf_file_is_refused_or_a_head_that_works(tmp_path: Path) -> None:
+    """An error of ours, or the target's own text; nothing else."""
+    name, rng, refused = "Bonsai in GGUF", random.Random(0), 0
+    content, model = write(name, tmp_path).read_bytes(), target(name)
+    plain = [step.token for step in sd.speculate(model, PROMPT, None, max_tokens=6)]
+    for case in range(16):
+        # Half of the damage is in the header.
+        at = rng.randrange(4000 if case % 2 else len(content))
+        end = at + rng.choice([0, 1, 40, len(content)])
+        (tmp_path / "damaged.gguf").write_bytes(content[:at] + rng.randbytes(5) + content[end:])
+        try:
+            drafter = load_head(tmp_path / "damaged.gguf", model)
+        except HeadError:
+            refused += 1
+            continue
+        drafted = sd.speculate(model, PROMPT, drafter, max_tokens=6, num_draft_tokens=3)
+        assert [step.token for step in drafted] == plain, case
+    assert 0 < refused < 16
 
 
 def test_a_prediction_layer_of_step_3_7_is_that_of_step_3_5(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ def test_layers_in_either_convention_are_outputs() -> None:
 
 
 DESCRIBED = {
-    "dflash": "DFlash; reads the outputs of layers 1, 3, 5; blocks of 4; windows of 4",
+    "dflash": "DFlash; reads the outputs of layers 1, 3, 5; blocks of 4; looks back 128 "
+    "positions; windows of 4",
     "gemma4_assistant": "Gemma 4 assistant; reads the target's caches 2 (sliding_attention), 3 "
     "(full_attention); 5 of 12 groups of tokens",
     "mtp_deepseek_v3": "multi-token prediction; deepseek_v3 layer; reads the state after the "

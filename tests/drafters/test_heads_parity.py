@@ -307,7 +307,7 @@ CORRECTED: dict[str, Change] = {
 }
 MARKOV = CORRECTED | {
     "own place does not draft": option(changes={"sample_from_anchor": False}),
-    "no bias": attribute(MarkovHead, "__call__", lambda self, logits, states, before: logits),
+    "no bias": attribute(MarkovHead, "__call__", lambda self, logits, *others: logits),
 }
 CONTROLS |= {
     "dflash2": CORRECTED

@@ -293,6 +293,7 @@ class Enumerated:
     goes_on: GoesOn
     way: str
     peeks: bool = False
+    own: str = ""  # the source's own estimate reads the token "before", or the "drawn" one
 
     def rows(self, state: int, tokens: Tokens) -> np.ndarray:
         before = GUESSED if self.way == "at once" else tokens
@@ -312,8 +313,16 @@ class Enumerated:
         if self.way == "at once":
             return truncate(Path(tokens, rows, self.peeks, LONGEST), self.goes_on)
         pace, draws = Pace(float(self.way == "overlapping"), 1.0), Path(tokens, rows, self.peeks)
-        return draft_while(LONGEST, draws, lambda token: mx.zeros((1, 3)), self.goes_on, pace)
 
+        def estimate() -> mx.array | None:
+            read = (0, *tokens)[draws.num_drawn - (self.own == "before")]
+            return mx.log(mx.array([OWN[read]])) if self.own else None
+
+        step = lambda token: mx.zeros((1, 3))  # noqa: E731
+        return draft_while(LONGEST, draws, step, self.goes_on, pace, estimate)
+
+
+OWN = (0.95, 0.4, 0.15)  # a head's estimate by a token
 
 IN_SHORT = [("block", "value", "stepwise"), ("block", "threshold", "overlapping")]
 IN_SHORT += [("block", "value", "at once")]
@@ -335,6 +344,18 @@ def test_a_loop_that_is_told_of_the_draws_is_caught(way: str) -> None:
     """By the same enumeration."""
     drafting = Enumerated(PEAKED, DECIDERS["threshold"], way, peeks=True)
     assert Rounds(TARGET, drafting, WAYS["block"]).total_variation(1, 3) > 0.01
+
+
+@pytest.mark.parametrize("way", ["stepwise", "overlapping"])
+def test_a_heads_own_estimate_leaves_the_joint_distribution_alone(way: str) -> None:
+    """It may know the token before, as DSpark's does; one that knows the token itself is caught."""
+    read, peeked = (
+        Enumerated(PEAKED, DECIDERS["threshold"], way, own=own) for own in ("before", "drawn")
+    )
+    lengths = {len(tokens) for state in range(7) for _, tokens, _ in read.drafts(state)}
+    assert len(lengths) > 1
+    assert Rounds(TARGET, read, WAYS["block"]).total_variation(2, 3) < EXACT
+    assert Rounds(TARGET, peeked, WAYS["block"]).total_variation(1, 3) > 0.01
 
 
 STOPPING = ("eagle3", "eagle1", "qwen3_5", "step3p5", "dflash", "medusa", "pard")

@@ -57,12 +57,15 @@ class DraftSource(ABC):
         places: rows in `logits`, of the end of the text and of each node of the draft.
         text_shortlist: chooses rows of the output layer for this text, or None for all rows.
         output_rows: the rows of the present draft, or None for all rows.
+        log_confidences: log of the chances [n] that the source gives the tokens of its latest step.
+            They may depend on earlier tokens, and not on these tokens. None without an estimate.
     """
 
     at_once = False
     logits: mx.array
     text_shortlist: TextShortlist | None = None
     output_rows: OutputRows | None = None
+    log_confidences: mx.array | None = None
 
     def __init__(self, prompt: Sequence[int], context: DraftContext, num_unseen: int = 0) -> None:
         self.context = context
@@ -169,10 +172,15 @@ class WritingSession(Session):
         if source.text_shortlist is not None:
             source.refresh_rows()
         length = source.begin_draft(limit)
+
+        def estimate() -> mx.array | None:
+            return source.log_confidences
+
         if source.at_once:
-            draft = truncate(self.drawn(length), goes_on)
+            draft = truncate(self.drawn(length), goes_on, estimate)
         else:
-            draft = draft_while(length, self.draws(), source.next_logits, goes_on, self.pace)
+            next_logits, pace = source.next_logits, self.pace
+            draft = draft_while(length, self.draws(), next_logits, goes_on, pace, estimate)
         source.end_draft()
         return draft
 

@@ -164,22 +164,41 @@ def _mix(average: float, sample: float) -> float:
     return 0.9 * average + 0.1 * sample if average else sample
 
 
+Estimate = Callable[[], mx.array | None]
+"""Log of the chances [n] that a source gives the tokens of its latest step, before they are drawn.
+
+None if it makes no estimate. The largest probabilities take its place then.
+"""
+
+
+def no_estimate() -> None:
+    return None
+
+
 def draft_while(
-    length: int, draws: ChainDraws, step: NextLogits, goes_on: GoesOn, pace: Pace
+    length: int,
+    draws: ChainDraws,
+    step: NextLogits,
+    goes_on: GoesOn,
+    pace: Pace,
+    estimate: Estimate = no_estimate,
 ) -> Draft:
-    return worth_it(draws, _confidences_of_steps(length, draws, step, pace), goes_on)
+    return worth_it(draws, _confidences_of_steps(length, draws, step, pace, estimate), goes_on)
 
 
-def truncate(draws: ChainDraws, goes_on: GoesOn) -> Draft:
+def truncate(draws: ChainDraws, goes_on: GoesOn, estimate: Estimate = no_estimate) -> Draft:
     """The part of a finished draft that is worth verifying, by confidences and not by draws."""
-    logs: Any = draws.log_confidences().tolist() if len(draws) else ()
+    logs: Any = ()
+    if len(draws):
+        estimates = estimate()
+        logs = (draws.log_confidences() if estimates is None else estimates).tolist()
     return worth_it(draws, map(math.exp, logs), goes_on)
 
 
 def _confidences_of_steps(
-    length: int, draws: ChainDraws, step: NextLogits, pace: Pace
+    length: int, draws: ChainDraws, step: NextLogits, pace: Pace, estimate: Estimate
 ) -> Iterator[float]:
-    """Draw token after token on demand, and yield the largest probability at each."""
+    """Draw token after token on demand, and yield the confidence before each draw."""
     logs: list[mx.array] = []
     token, latest = None, None
     for place in range(length):
@@ -189,7 +208,8 @@ def _confidences_of_steps(
         while len(draws) < min(place + ahead, length):
             began = perf_counter()
             token = draws.draw(step(token))
-            logs.append(draws.log_confidences(latest=True))
+            log = estimate()
+            logs.append(draws.log_confidences(latest=True) if log is None else log)
             mx.async_eval(token, logs[-1])
             pace.build = _mix(pace.build, perf_counter() - began)
         began = perf_counter()

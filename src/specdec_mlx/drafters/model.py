@@ -42,6 +42,7 @@ from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.trees.tree_pass import TreeLayout, next_level, takes_trees, tree_pass
+from specdec_mlx.window_cache import check_window, limit_to_window
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -68,6 +69,8 @@ class ModelDrafter(Drafter):
             `drafters.shortlist`). A number, "off" for all tokens, or the file of a memory or of a
             table of n-grams, whose counts help to choose. "auto" decides by the bytes that it
             saves.
+        window: number of latest positions that the model sees beside the first positions, None
+            for all. Layers that have windows or recurrent states of their own stay as they are.
 
     Tokens are drawn from the model's logits under the target's processors, temperature and filters
     (Leviathan et al. 2023, section 2.2). Greedy targets and opaque samplers get the argmax.
@@ -81,6 +84,7 @@ class ModelDrafter(Drafter):
     branches: int = 1
     on_every_rank: bool = False
     draft_vocab: int | str | Path = AUTO
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -89,12 +93,18 @@ class ModelDrafter(Drafter):
             )
         if self.tokenizers not in TOKENIZERS:
             raise argument_error("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
+        check_window(self.window)
         check_way_of_writing(self)
 
     @property
     def key(self) -> str:
         """Digest of the model, and its options."""
-        return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)})"
+        window = f", window={self.window}" if self.window else ""
+        return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)}{window})"
+
+    def make_cache(self) -> list[Any]:
+        """Empty caches of the draft model, which keep its window."""
+        return limit_to_window(make_prompt_cache(self.model), self.window)
 
     def models(self) -> Sequence[nn.Module]:
         return [self.model]
@@ -134,7 +144,7 @@ class ModelDrafter(Drafter):
         shared = self.shared_with(context)
         if shared is not None:
             # Drafts in other tokens are deterministic, so they come from a session of their own.
-            return Retokenized(self.model, shared, list(prompt), context)
+            return Retokenized(self.model, shared, list(prompt), context, self.make_cache())
         if context.shared_drafts is not None:
             return context.shared_drafts(self, prompt, context)
         return WritingSession(self, self.source(prompt, context))
@@ -160,7 +170,8 @@ class ModelReader(DraftSource):
         self.drafter = drafter
         self.model = drafter.model
         self.callers_cache = context.draft_cache
-        self.rollback = Rollback.of(self.model, self.callers_cache)
+        caches = self.callers_cache or make_prompt_cache(self.model)
+        self.rollback = Rollback(limit_to_window(caches, drafter.window))
         if self.callers_cache is not None:  # in step with the target's
             self.rollback.position = min(context.num_unseen, self.rollback.end)
 

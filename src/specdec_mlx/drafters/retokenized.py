@@ -10,8 +10,9 @@ import math
 from bisect import bisect_right
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from itertools import takewhile
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -145,11 +146,12 @@ class Retokenized(Session):
     shared: SharedVocabulary
     tokens: list[int]
     context: DraftContext
+    caches: InitVar[list[Any]]
     num_read: int = 0
     num_same: int = 0
 
-    def __post_init__(self) -> None:
-        self.rollback = Rollback.of(self.model)
+    def __post_init__(self, caches: list[Any]) -> None:
+        self.rollback = Rollback(caches)
         self.text = DraftText(self.shared)
         self.fed: list[int] = []
 

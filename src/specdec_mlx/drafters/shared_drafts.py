@@ -5,14 +5,14 @@ Each text has a row of the caches. The first text that asks in a round draws dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback, wait_for
@@ -29,13 +29,13 @@ from specdec_mlx.exactness.probe import can_hold_rows
 class SharedDrafts:
     """Shared passes of the drafters in a batch, as `DraftContext.shared_drafts`."""
 
-    _by_model: dict[Any, tuple[Any, DraftPasses | None]] = field(default_factory=dict)
+    _by_model: dict[tuple[Any, ...], tuple[Any, DraftPasses | None]] = field(default_factory=dict)
 
     def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin a text. It drafts alone for trees, and where passes cannot be shared."""
         model = drafter.model
         # A drafter's list is made once, and drafters with different lists share no passes.
-        key = id(model), type(drafter), id(drafter.shortlist)
+        key = id(model), type(drafter), getattr(drafter, "window", None), id(drafter.shortlist)
         if key not in self._by_model:
             self._by_model[key] = drafter, passes_of(drafter, context)
         passes = self._by_model[key][1]
@@ -52,11 +52,12 @@ def passes_of(drafter: Any, context: DraftContext) -> DraftPasses | None:
     # A subclass may draft in another way, for example with an early exit.
     if not (is_head or kind is ModelDrafter):
         return None
-    fresh = make_prompt_cache(model)
+    make_cache = model.make_cache if is_head else drafter.make_cache
+    fresh = make_cache()
     may_share = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
     caches = BatchCaches.like(fresh) if may_share else None
     rows = None if drafter.shortlist is None else drafter.shortlist.begin(context)
-    return None if caches is None else DraftPasses(model, caches, is_head, rows)
+    return None if caches is None else DraftPasses(model, make_cache, caches, is_head, rows)
 
 
 @dataclass
@@ -65,6 +66,7 @@ class DraftPasses:
 
     Attributes:
         model: the draft model or the head.
+        make_cache: makes empty caches of a single text.
         is_head: the model is a head, which reads a state and the token after it.
         text_shortlist: chooses rows of the output layer for all texts, or None for all rows.
         output_rows: the rows of the present draft, or None for all rows.
@@ -73,6 +75,7 @@ class DraftPasses:
     """
 
     model: Any
+    make_cache: Callable[[], list[Any]]
     caches: BatchCaches
     is_head: bool
     text_shortlist: TextShortlist | None = None
@@ -179,8 +182,7 @@ class DraftPasses:
         if session in self.sessions and caches is not None:
             rollback.rewind_to(length)
             self.go_back()
-            fresh = make_prompt_cache(self.model)
-            caches[:] = self.caches.extract(self.sessions.index(session), fresh)
+            caches[:] = self.caches.extract(self.sessions.index(session), self.make_cache())
             rollback = Rollback(caches, rollback.position)
         session.source.take_back(rollback)
 

@@ -77,8 +77,9 @@ def head_path(kind: str) -> Path:
 
 def unpacked(packed: Path) -> Path:
     """The folder in float32, in the cache or a temporary folder. The first call writes it."""
-    # The checksum gives other weights another folder.
-    within = Path("lab", f"{zlib.crc32((packed / WEIGHTS).read_bytes()):08x}", packed.name)
+    # The checksum gives other weights, or another config, another folder.
+    content = b"".join((packed / name).read_bytes() for name in (WEIGHTS, "config.json"))
+    within = Path("lab", f"{zlib.crc32(content):08x}", packed.name)
     folder = cache_root() / within
     if folder.exists():
         return folder

@@ -7,8 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_lm.models.cache import make_prompt_cache
-
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Session
 from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter
@@ -72,16 +70,16 @@ class CachedModelDrafter(Wrapper):
     store: Any
 
     @property
-    def place(self) -> tuple[str, object]:
-        """Key in the store of this loaded model."""
-        return "draft model", _loaded(self.drafter.model)
+    def place(self) -> tuple[str, object, int | None]:
+        """Key in the store of this loaded model and its window."""
+        return "draft model", _loaded(self.drafter.model), self.drafter.window
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         if context.draft_cache is not None or self.drafter.shared_with(context) is not None:
             return self.drafter.begin(prompt, context)
         caches, rest = self.store.fetch_nearest_cache(self.place, list(prompt))
         if caches is None:
-            caches = make_prompt_cache(self.drafter.model)
+            caches = self.drafter.make_cache()
         cached = list(prompt[: len(prompt) - len(rest)])
         draft_context = replace(context, draft_cache=caches, num_unseen=0)
         session: Any = self.drafter.begin(rest, draft_context)

@@ -111,7 +111,7 @@ class Drafters:
     def _draft_model(self, name: str, loaded: LoadedModel) -> Drafter | None:
         """The drafter of a draft model or a head that a request names; the latest is kept.
 
-        A head's files are read as safetensors only, because others are programs.
+        A head's files are read as safetensors or GGUF only, because others are programs.
         """
         if loaded.requested_draft_model[0] != name:
             try:

@@ -24,6 +24,7 @@ from specdec_mlx.contracts import chain
 from specdec_mlx.models.anatomy import change_class, setting
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.trees.shape import depths_of, path_to
+from specdec_mlx.window_cache import WindowCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,25 +64,29 @@ class TreeLayout:
         """[T] position of each row, relative to the next position of the caches."""
         return self.depths[self.num_fed :] - self.num_fed
 
-    def mask(self, start: int, num_past: int, window: int | None) -> mx.array:
+    def mask(
+        self, start: int, past_positions: mx.array, window: int | None, sinks: int = 0
+    ) -> mx.array:
         """Mask [T, num_past + T] of the cached rows and the rows of the pass.
 
         Args:
             start: position of the first row of the pass.
-            num_past: number of cached positions, the last ones before `start`.
+            past_positions: [num_past] positions of the cached rows, the last ones before `start`.
             window: positions that a row sees, or None for all.
+            sinks: number of first positions that every row sees.
         """
         tree_mask = self.sees
         if window is not None:
             tree_mask = tree_mask & (self.depths[self.num_fed :, None] < self.depths[None] + window)
-        num_text = num_past - self.num_fed
+        num_text = past_positions.shape[0] - self.num_fed
         # The window has forgotten the text, and perhaps some rows.
         if num_text <= 0:
             return tree_mask[:, -num_text:]
         past = mx.ones((len(self), num_text), mx.bool_)
         if window is not None:
-            positions = mx.arange(start - num_past, start - self.num_fed)
-            past = (start + self.offsets)[:, None] < positions[None] + window
+            text = past_positions[:num_text]
+            past = (start + self.offsets)[:, None] < text[None] + window
+            past = past | (text < sinks)
         return mx.concatenate([past, tree_mask], axis=1)
 
 
@@ -113,12 +118,23 @@ def view_class(kind: type) -> type:
         size = getattr(self, "max_size", None)
         # mlx-lm keeps at most size - 1 old positions in a pass over several positions.
         num_past = self.offset if size is None else min(self.offset, size - 1)
-        return self.rows.mask(self.offset, num_past, options.get("window_size") or size)  # type: ignore[no-any-return]
+        past = mx.arange(self.offset - num_past, self.offset)
+        return self.rows.mask(self.offset, past, options.get("window_size") or size)  # type: ignore[no-any-return]
+
+    def mask_of_window(self: Any, N: int, **options: Any) -> mx.array:
+        past = self.positions(N)[:-N]
+        mask: mx.array = self.rows.mask(self.offset, past, self.window, self.sinks)
+        if (size := options.get("window_size")) is not None:
+            mask = mask & self.rows.mask(self.offset, past, size)
+        return mask
+
+    if kind is WindowCache:
+        make_mask = mask_of_window
 
     return type(kind.__name__, (kind,), {"__slots__": ("rows",), "make_mask": make_mask})
 
 
-VIEWS = {kind: view_class(kind) for kind in READABLE}
+VIEWS = {kind: view_class(kind) for kind in (*READABLE, WindowCache)}
 """Cache classes that support a pass over a tree, and the classes of their views."""
 
 

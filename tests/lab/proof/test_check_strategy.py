@@ -33,6 +33,7 @@ from specdec_mlx.caches import (
 )
 from specdec_mlx.lab import check_strategy
 from specdec_mlx.lab.proof.strategy import Feed, StrategyConformance, attend
+from specdec_mlx.window_cache import RowsOfWindow, WindowCache
 
 WINDOW = 8
 
@@ -71,6 +72,7 @@ CASES: dict[str, Case] = {
     "ConcatenateKVCache": (TrimAndSlice, ConcatenateKVCache, attend),
     "RotatingKVCache": (RotatingWindow, partial(RotatingKVCache, WINDOW), attend),
     "RotatingKVCache with keep": (RotatingWindow, partial(RotatingKVCache, WINDOW, keep=4), attend),
+    "WindowCache": (RowsOfWindow, partial(WindowCache, WINDOW, 2), attend),
     "ChunkedKVCache": (Chunks, partial(ChunkedKVCache, WINDOW), attend_in_chunks),
     "ArraysCache": (Snapshot, partial(ArraysCache, 2), recur),
     "a class that is not known": (Unknown, partial(ArraysCache, 2), recur),
@@ -79,9 +81,12 @@ CASES: dict[str, Case] = {
 """A strategy, its class of cache, and a pass over it."""
 
 
-@pytest.mark.parametrize("name", cases(CASES, "KVCache", "RotatingKVCache", "ArraysCache"))
-def test_our_strategies_keep_the_contract(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", cases(CASES, "KVCache", "RotatingKVCache", "WindowCache", "ArraysCache")
+)
+def test_our_strategies_keep_the_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Restored exactly, also after an interruption; as if nothing had been drafted."""
+    monkeypatch.setattr(WindowCache, "spare", 3)
     make, make_cache, feed = CASES[name]
     lines = check_strategy(make(), make_cache, feed)
     parts = [line.partition(":")[0] for line in lines]
@@ -94,7 +99,14 @@ def test_our_strategies_keep_the_contract(name: str) -> None:
 def test_every_registered_strategy_is_tried() -> None:
     """Each with its class; those that hold a row a position keep paths of trees."""
     tried = {(type(make_cache()), make) for make, make_cache, _ in CASES.values()}
-    known = {KVCache, QuantizedKVCache, ConcatenateKVCache, RotatingKVCache, ChunkedKVCache}
+    known = {
+        KVCache,
+        QuantizedKVCache,
+        ConcatenateKVCache,
+        RotatingKVCache,
+        ChunkedKVCache,
+        WindowCache,
+    }
     assert {(kind, type(STRATEGIES[kind])) for kind in known | {ArraysCache}} <= tried
     kinds = {kind for kind, strategy in STRATEGIES.items() if strategy.gathers}
     assert {KVCache, QuantizedKVCache, RotatingKVCache} <= kinds

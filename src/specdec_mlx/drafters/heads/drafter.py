@@ -32,6 +32,7 @@ from specdec_mlx.drafters.shortlist import (
 )
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import Anatomy, anatomy_of
+from specdec_mlx.window_cache import limit_to_window
 
 
 class DraftVocabulary:
@@ -99,6 +100,8 @@ class Head(nn.Module):  # type: ignore[misc]
         width: numbers in one of the head's own states.
         vocabulary: tokens of its logits, or None for the target's vocabulary.
         pre_norm: the head reads the target's state before the final norm.
+        window: number of latest positions that its caches keep beside the first 4, None for all.
+        bits: bits that its matrices were quantized to when it was loaded, or None.
     """
 
     kind = ""
@@ -109,6 +112,8 @@ class Head(nn.Module):  # type: ignore[misc]
     width: int
     vocabulary: DraftVocabulary | None = None
     pre_norm = False
+    window: int | None = None
+    bits: int | None = None
 
     def add_weights(
         self, embeddings: int = 0, logits: int = 0, tokens: mx.array | None = None
@@ -144,6 +149,11 @@ class Head(nn.Module):  # type: ignore[misc]
         return features.layers[last] if self.pre_norm else features.head_input
 
     def make_cache(self) -> list[Any]:
+        """Empty caches, which keep the head's window."""
+        return limit_to_window(self.full_caches(), self.window)
+
+    def full_caches(self) -> list[Any]:
+        """Empty caches of the whole text."""
         return [KVCache() for _ in self.layers]
 
     def embed(self, tokens: mx.array) -> Any:
@@ -200,8 +210,19 @@ class Head(nn.Module):  # type: ignore[misc]
             modules if can_narrow else [], step_bytes, width, ids, self.tokens_a_pass
         )
 
+    def log_confidences(self, states: mx.array, before: mx.array | None) -> mx.array | None:
+        """Log of the chances [n] that the tokens of states [n, D] are accepted, or None if unknown.
+
+        before: the tokens [n] before them. None if the head does not read these.
+        """
+        return None
+
     def notes(self) -> list[str]:
         notes = ["reads the state before the final norm"] if self.pre_norm else []
+        if self.window:
+            notes.append(f"looks back {self.window} positions")
+        if self.bits:
+            notes.append(f"quantized to {self.bits} bits")
         if self.vocabulary is not None:
             notes.append(f"{self.vocabulary.ids.size} of {self.anatomy.vocab_size} tokens")
         return notes

@@ -13,11 +13,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import Config, Head, RecurrentHead, Variation
 from specdec_mlx.drafters.heads.mtp import SLIDING, MTPFamily, model_of, text_part
 from specdec_mlx.models.anatomy import Anatomy
+from specdec_mlx.window_cache import WindowCache
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -113,6 +115,10 @@ class LayersHead(Head):
         self.width = self.norm.weight.size
         self.fc = nn.Linear(len(fused) * anatomy.width, self.width, bias=False)
         self.hidden_norm = nn.RMSNorm(self.width, self.norm.eps)
+
+    def full_caches(self) -> list[Any]:
+        # A layer that was trained with a window of its own sees no first positions beyond it.
+        return [WindowCache(size, sinks=0) if size else KVCache() for size in self.windows]
 
     @property
     def features(self) -> Features:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from specdec_mlx.arguments import AUTO, check_int, installed, load, make_with, split_spec
@@ -38,20 +40,29 @@ from specdec_mlx.drafters.heads.mtp import (
     of_type,
     text_part,
 )
-from specdec_mlx.drafters.heads.one_pass import DFlash, Medusa
+from specdec_mlx.drafters.heads.one_pass import DFlash, Medusa, block_options
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.shortlist import check_draft_vocab
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models.anatomy import Anatomy
 from specdec_mlx.models.loading import load_model
+from specdec_mlx.window_cache import check_window
 
 Tensors = dict[str, mx.array]
 
 # names of tensors that are not needed
-IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)")
+IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t)")
 # beginnings of names in a checkpoint that may be copies of the target's matrices
 SHARED_WITH_TARGET = ("embed_tokens.", "shared_head.head.", "lm_head.")
+
+TRAINED_LENGTH = "trained_length"  # key of the configs that `specdec-mlx train` writes
+
+DEFAULT_BITS, UNQUANTIZED = 4, 16
+"""Values of `draft_bits`: of large heads by default, and to leave the matrices as stored."""
+
+LARGE_HEAD = 50e6
+"""Bytes of weights. A smaller head is read in a small part of a pass of its target."""
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
 """Most tokens by which vocabularies differ through padding, and most layers or attention heads."""
@@ -61,16 +72,19 @@ class Variant(NamedTuple):
     """Options of `load_head` that describe a checkpoint. None leaves the choice to its config.
 
     Attributes:
-        draft_bits: bits to quantize the head's matrices to, None to leave them.
+        draft_bits: bits to quantize the head's matrices to, `UNQUANTIZED` to leave them. None
+            quantizes large heads that are stored without quantization.
         layers: layers of the target that the head reads.
         pre_norm: the head reads the state before the target's final norm.
         norms_less_one: norms are stored as w - 1.
+        window: number of latest positions that the head sees beside the first 4, 0 for all.
     """
 
     draft_bits: int | None = None
     layers: Sequence[int] | None = None
     pre_norm: bool | None = None
     norms_less_one: bool | None = None
+    window: int | None = None
 
 
 class HeadSource(NamedTuple):
@@ -146,6 +160,17 @@ def width_read(config: Config) -> int | None:
     return width or text_part(config).get("hidden_size")
 
 
+def trained_length(config: Config, *, is_of_target: bool) -> int | None:
+    """Tokens of the texts that a head was trained on, or None if its config does not say.
+
+    is_of_target: the other entries of the config may describe the target.
+    """
+    lengths = [config.get(TRAINED_LENGTH)]
+    if not is_of_target:
+        lengths.append(text_part(config).get("max_position_embeddings"))
+    return next((n for n in lengths if type(n) is int and n > 0), None)
+
+
 def check_sizes(files: HeadFiles, anatomy: Anatomy) -> None:
     """Raise HeadError for impossible sizes in the config, or another vocabulary size."""
     part, size = text_part(files.config), anatomy.vocab_size
@@ -199,6 +224,12 @@ def _dflash(source: HeadSource) -> Head:
     # Most files with embeddings hold copies of the target's. The config says which are their own.
     rows = source.rows("embed_tokens.weight") if config.get("has_embed_tokens") else 0
     head.add_weights(rows, logits=source.rows("d2t"))
+    if source.rows("confidence_head.proj.weight"):
+        with_code = block_options(config).get("confidence_head_with_markov", True)
+        head.add_confidence(
+            with_code=with_code and "markov_head" in head,
+            has_bias=source.rows("confidence_head.proj.bias") > 0,
+        )
     return head
 
 
@@ -235,12 +266,19 @@ def _gemma4(source: HeadSource) -> Head:
 def _pard(
     files: HeadFiles, target: nn.Module, variant: Variant, options: dict[str, Any]
 ) -> PardDrafter:
-    _check_options(files, variant, ())
+    _check_options(files, variant, {"window"})
+    # The published PARD-2 models draft from the text alone. Their training files also read states.
+    if any("target_proj" in name for name in files.weight_map):
+        raise HeadError(
+            f"{files.name} projects the target's states into its embeddings, which is not read "
+            "yet. Give the model without target_proj, as it is published."
+        )
     model, tokenizer = load_model(files.name)
     mask = files.config["pard_token"]
     files.check_number("pard_token", mask, 0, anatomy_for_head(model).vocab_size - 1)
-    _quantize(model, variant.draft_bits)
-    return PardDrafter(model, tokenizer, mask_token=mask, **options)
+    if variant.draft_bits not in (None, UNQUANTIZED):
+        _quantize(model, variant.draft_bits)
+    return PardDrafter(model, tokenizer, mask_token=mask, window=variant.window, **options)
 
 
 def _medusa(source: HeadSource) -> Head:
@@ -341,7 +379,7 @@ FORMATS: dict[str, Format] = {
         "EAGLE-3", r"(?ms)eagle3|\bdraft_vocab_size=|^fc\.weight$.*hidden_norm", _eagle3, _EAGLE3
     ),
     "gemma4_assistant": Format("Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE),
-    "pard2": Format("PARD-2, which reads the target", r"\bpard2_target_layers="),
+    "pard2": Format("PARD-2", r"\bpard2_target_layers=", load=_pard),
     "pard": Format("PARD", r"\bpard_token=", load=_pard),
     "hydra": Format("Hydra heads, which see each other", r"\bhydra_num_heads="),
     "medusa": Format("Medusa", r"(?m)medusa|^\d+\.\d+\.linear\.weight$", _medusa, _MEDUSA),
@@ -375,6 +413,7 @@ def load_head(
     pre_norm: bool | None = None,
     norms_less_one: bool | None = None,
     draft_vocab: int | str | Path = AUTO,
+    window: int | None = None,
     torch_files: bool = True,
 ) -> HeadDrafter | ModelDrafter:
     """Load a trained head as a drafter for a loaded target. `describe()` names its format.
@@ -384,7 +423,10 @@ def load_head(
             prediction layer (the original repository, or a conversion that kept the layer). A file
             in the folder works too. Only files that hold the head are fetched.
         target: the model to draft for. The head uses its embedding and its output layer.
-        draft_bits: quantize the head's matrices to this number of bits.
+        draft_bits: quantize the head's matrices to this number of bits, 16 to leave them as they
+            are stored. None stands for 4 bits if the head has more than 50 MB of weights and is not
+            stored in quantized form. `describe()` and a line in the log name the bits. A PARD model
+            is quantized only on request.
         greedy: always propose the argmax, a deterministic draft.
         draft_temp: temperature of the drafts, None for the target's temperature.
         branches: most tokens at one position. With more than 1, drafts are trees.
@@ -395,6 +437,9 @@ def load_head(
             "off" for all tokens, or the file of a memory or of a table of n-grams, whose counts
             help to choose. "auto" takes 4,096 tokens or a 16th of the vocabulary if this saves half
             of the bytes of a draft token.
+        window: number of latest positions of a text that the head sees, beside the first 4. 0
+            stands for the whole text. None takes the length that the head was trained on, if its
+            config has it. Layers that have windows of their own keep them.
         torch_files: read files of `torch.save` with torch if there are no safetensors.
 
     Raises:
@@ -405,7 +450,8 @@ def load_head(
     check_draft_vocab(draft_vocab)
     options: dict[str, Any] = {"greedy": greedy, "draft_temp": draft_temp}
     options |= {"branches": branches, "draft_vocab": draft_vocab}
-    variant = Variant(draft_bits, layers, pre_norm, norms_less_one)
+    check_window(window)
+    variant = Variant(draft_bits, layers, pre_norm, norms_less_one, window)
     files = HeadFiles(path_or_repo, torch_files=torch_files)
     with _explained(files):
         kind = kind_of(files.config, files.weight_map)
@@ -417,7 +463,7 @@ def load_head(
             raise HeadError(refusal(files, kind))
         anatomy = anatomy_for_head(target)
         head = _load(form, files, anatomy, variant)
-        _quantize(head, draft_bits)
+        choose_bits(head, draft_bits, files.name)
         drafter = HeadDrafter(head, name=files.name, **options)
         mx.eval(head.parameters())
         _try_out(drafter, anatomy)
@@ -441,7 +487,7 @@ def _explained(files: HeadFiles) -> Iterator[None]:
 
 
 def _check_options(files: HeadFiles, variant: Variant, apply: Collection[str]) -> None:
-    for name in ("layers", "pre_norm", "norms_less_one"):
+    for name in ("layers", "pre_norm", "norms_less_one", "window"):
         if name not in apply and getattr(variant, name) is not None:
             known = ", ".join(sorted(apply)) or "none of these options"
             raise HeadError(
@@ -463,6 +509,8 @@ def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) ->
     assert form.build is not None
     head = form.build(source)
     apply = {"layers"} if isinstance(head, LayersHead) else {"pre_norm"}
+    if not isinstance(head, Gemma4Assistant | Medusa):
+        apply.add("window")
     if form.weights in (_mtp_weights, _block_weights):
         apply.add("norms_less_one")
     _check_options(files, variant, apply)
@@ -472,6 +520,12 @@ def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) ->
         head.add_weights(tokens=ids)
     for layer in head.features.layers:
         files.check_number("a layer that it reads", layer, 0, anatomy.num_layers - 1)
+    window = variant.window
+    if window is None and "window" in apply:
+        is_mtp = form.weights is _mtp_weights
+        window = trained_length(files.config, is_of_target=is_mtp)
+    for layer in {id(part): part for part in (head, *head.levels)}.values():
+        layer.window = window
     if variant.pre_norm is not None:
         head.read_state(before_norm=variant.pre_norm)
     _set_weights(head, form.weights(head, source), anatomy.dtype)
@@ -519,8 +573,10 @@ def is_head(path_or_repo: str | Path) -> bool:
 
 def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
     """Load the weights in the target's type. Raises ValueError if they do not fit."""
-    # A checkpoint may hold copies of matrices that this head takes from the target.
-    unused = tuple(name for name in SHARED_WITH_TARGET if name.partition(".")[0] not in head)
+    # A checkpoint may hold copies of matrices that this head takes from the target, or parts that
+    # its format does not use.
+    optional = (*SHARED_WITH_TARGET, "confidence_head.")
+    unused = tuple(name for name in optional if name.partition(".")[0] not in head)
     keeps_type = "e_score_correction_bias"
     weights = {}
     for name, x in tensors.items():
@@ -540,13 +596,33 @@ def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
     head.load_weights(list(weights.items()))
 
 
-def _quantize(head: nn.Module, bits: int | None) -> None:
-    if bits is None:
+def choose_bits(head: Head, bits: int | None, name: str) -> None:
+    """Quantize a head to `bits`, or a large head to `DEFAULT_BITS` and say so in the log."""
+    if bits == UNQUANTIZED:
         return
+    if bits is None:
+        size = sum(x.nbytes for _, x in tree_flatten(head.parameters()))
+        # A head that is stored in few bits keeps them.
+        if size <= LARGE_HEAD or any("scales" in part for part in head.modules()):
+            return
+        bits = DEFAULT_BITS
+        logging.getLogger(__name__).warning(
+            "specdec_mlx: %s has %.0f MB of weights, which are quantized to %d bits. "
+            "draft_bits=%d leaves them as they are stored.",
+            name,
+            size / 1e6,
+            bits,
+            UNQUANTIZED,
+        )
+    _quantize(head, bits)
+    head.bits = bits
 
+
+def _quantize(head: nn.Module, bits: int) -> None:
     def how(path: str, part: nn.Module) -> bool | dict[str, Any]:
-        routers = ("gate", "router", "classifier")
-        # A router of experts stays exact, because rounding would choose other experts.
+        routers = ("gate", "router", "classifier", "confidence_head.proj")
+        # A router of experts stays exact, because rounding would choose other experts. So does
+        # an estimate of confidence, which is a single row.
         if not hasattr(part, "to_quantized") or path.endswith(routers):
             return False
         width = part.weight.shape[-1]

@@ -357,7 +357,7 @@ class MTPHead(RecurrentHead):
     def draft_logits(self, states: mx.array) -> Any:
         return super().draft_logits(self.norm(states))
 
-    def make_cache(self) -> list[Any]:
+    def full_caches(self) -> list[Any]:
         return self.family.make_cache(self.shell.model)
 
     def notes(self) -> list[str]:

@@ -28,6 +28,7 @@ from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadReader, UnreadStates
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.window_cache import WindowCache
 
 
 class BlockSource(HeadReader):
@@ -54,6 +55,8 @@ class BlockSource(HeadReader):
         if length:
             self.states = self.head.states(self.tokens[-1], length, self.cache)
             self.logits = self.head.logits(self.states, self.output_rows)
+            if self.at_once:
+                self.log_confidences = self.head.log_confidences(self.states, None)
         return length
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
@@ -63,7 +66,9 @@ class BlockSource(HeadReader):
         logits = self.logits[rows]
         if self.at_once:
             return logits
-        return self.head.corrected(logits, self.states[rows], before)
+        states = self.states[rows]
+        self.log_confidences = self.head.log_confidences(states, before)
+        return self.head.corrected(logits, states, before)
 
     def read(self) -> list[Any]:
         if self.waiting.num_rows:
@@ -170,7 +175,7 @@ class CandidateSelector(nn.Module):  # type: ignore[misc]
 class MarkovHead(nn.Module):  # type: ignore[misc]
     """DSpark's bias of low rank by the token before, or by the state as well if it is gated.
 
-    DSpark's estimate of confidence is not used. Raises ValueError for an unknown kind.
+    Raises ValueError for an unknown kind.
     """
 
     def __init__(self, width: int, config: Config) -> None:
@@ -195,13 +200,30 @@ class MarkovHead(nn.Module):  # type: ignore[misc]
     ) -> mx.array:
         # bias = W2 W1(token before), and with a gate W2 (W1(token before) * sigmoid(W [state,
         # W1(...)]))
-        code = self.markov_w1(within(before, self.markov_w1.weight))
+        code = self.code(before)
         if "gate_proj" in self:
             code = code * mx.sigmoid(self.gate_proj(mx.concatenate([states, code], axis=-1)))
         bias = self.markov_w2(code)
         if vocabulary is not None:
             return logits + vocabulary.widen(bias)
         return logits + match_vocab(bias, logits.shape[-1])
+
+    def code(self, tokens: mx.array) -> Any:
+        """Codes [n, rank] of tokens [n]."""
+        return self.markov_w1(within(tokens, self.markov_w1.weight))
+
+
+class ConfidenceHead(nn.Module):  # type: ignore[misc]
+    """DSpark's estimate of the chance that a token is accepted, before the token is drawn."""
+
+    def __init__(self, num_inputs: int, *, has_bias: bool) -> None:
+        super().__init__()
+        self.proj = nn.Linear(num_inputs, 1, bias=has_bias)
+
+    def __call__(self, inputs: mx.array) -> Any:
+        """Log of the chances [n], from inputs [n, num_inputs]."""
+        # chance = sigmoid(w [state, W1(token before)] + b)
+        return nn.log_sigmoid(self.proj(inputs)[..., 0].astype(mx.float32))
 
 
 class DFlash(LayersHead):
@@ -291,7 +313,7 @@ class DFlash(LayersHead):
         if "log_snr_embed" in self:
             h = h + self.log_snr_embed(size)
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            h = self.run(layer, h, self.mask(i, layer_cache.offset, size), layer_cache)
+            h = self.run(layer, h, self.mask(i, layer_cache, size), layer_cache)
             # The block holds masks, so it is dropped. The context has only rows of the target.
             layer_cache.trim(size)
         # The known token's own state predicts a token only if the head drafts from its anchor.
@@ -307,14 +329,17 @@ class DFlash(LayersHead):
         # Gemma's layers also return their keys and values.
         return output[0] if isinstance(output, tuple) else output
 
-    def mask(self, layer: int, start: int, size: int) -> mx.array | None:
-        """Positions [B, start + B] that each position of a block sees, or None for all."""
-        window, is_causal = self.windows[layer], layer in self.causal
-        if window is None and not is_causal:
+    def mask(self, layer: int, cache: Any, size: int) -> mx.array | None:
+        """Rows [B, n + B] of the cache and the block that each position sees, or None for all."""
+        is_causal, has_window = layer in self.causal, isinstance(cache, WindowCache)
+        if not (is_causal or has_window):
             return None
-        back = mx.arange(start, start + size)[:, None] - mx.arange(start + size)
-        near = mx.abs(back) < (start + size if window is None else window)
-        return near & (back >= 0) if is_causal else near
+        end = cache.offset + size
+        positions = cache.positions(size) if has_window else mx.arange(end)
+        back = mx.arange(cache.offset, end)[:, None] - positions
+        near, first = (cache.window, cache.sinks) if has_window else (end, 0)
+        seen: mx.array = (mx.abs(back) < near) | (positions < first)
+        return seen & (back >= 0) if is_causal else seen
 
     def draft_logits(self, states: mx.array) -> Any:
         logits, cap = super().draft_logits(states) * self.logit_scale, self.logit_cap
@@ -327,9 +352,28 @@ class DFlash(LayersHead):
             logits = part(logits, states, before, self.vocabulary)
         return logits
 
+    def add_confidence(self, *, with_code: bool, has_bias: bool) -> None:
+        """Give the head an estimate of confidence.
+
+        with_code: the estimate also reads the Markov head's code of the token before.
+        """
+        rank = self.markov_head.markov_w1.weight.shape[-1] if with_code else 0
+        self.with_code = with_code
+        self.confidence_head = ConfidenceHead(self.width + rank, has_bias=has_bias)
+
+    def log_confidences(self, states: mx.array, before: Any) -> Any:
+        if "confidence_head" not in self:
+            return None
+        inputs = states
+        if self.with_code:
+            inputs = mx.concatenate([states, self.markov_head.code(before)], axis=-1)
+        return self.confidence_head(inputs)
+
     def notes(self) -> list[str]:
         layers, *others = super().notes()
         more = [part.note for part in self.correctors]
+        if "confidence_head" in self:
+            more.append("estimates its confidence")
         return [layers, f"blocks of {self.block_size}", *others, *more]
 
 
@@ -351,7 +395,7 @@ class Medusa(Head):
         if own_heads:
             self.lm_heads = [nn.Linear(width, own_heads, bias=False) for _ in heads]
 
-    def make_cache(self) -> list[Any]:
+    def full_caches(self) -> list[Any]:
         return [ArraysCache(1)]
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:

@@ -27,6 +27,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from specdec_mlx.arguments import AUTO
 from specdec_mlx.cli.blas import blas_name
 from specdec_mlx.drafters.choosing.candidates import choose_for, models_in, weight_bytes
 from specdec_mlx.drafters.choosing.choice import DrafterChoice
@@ -52,15 +53,14 @@ FOLDER = Path("specdec-mlx-report")
 JSON_FILE, TABLE_FILE = "report.json", "report.md"
 MINUTES = 10.0
 DEPTHS = 256, 2048, 8192
-WIDTHS = tuple(range(1, 17))
+WIDTHS = *range(1, 17), 32, 64  # drafts have up to 64 rows, whose costs the model needs
 NUM_SWEEPS = 5
-AUTO_LENGTH = "auto"
 
 MOST_BYTES = 9e9  # of a model that is chosen, so that a report takes minutes on any chip
 SHARE_OF_MEMORY = 1 / 3
 LM_STUDIO = "~/.lmstudio/models", "~/.cache/lm-studio/models"
 SMALL_MODELS = "mlx-community/Qwen3-1.7B-4bit", "mlx-community/Qwen3-0.6B-4bit"
-PUBLIC = "mlx-community/"
+PUBLIC = "mlx-community/"  # whose repositories may be named
 PACKAGES = "mlx", "mlx-lm", "specdec-mlx"
 
 
@@ -151,8 +151,10 @@ def format_report(report: MachineReport) -> str:
     """The report in Markdown."""
     parts = [f"{report.machine}\n\nModel: {report.model}. Draft model: {report.draft_model}."]
     if report.results:
-        modelled = {(r.drafter, r.category): r.ratio for r in report.modelled}
-        columns = SPEEDS | {"modelled": lambda r: or_dash(modelled.get((r.drafter, r.category)))}
+        modelled = {(r.drafter, r.kernels, r.category): r.ratio for r in report.modelled}
+        columns = SPEEDS | {
+            "modelled": lambda r: or_dash(modelled.get((r.drafter, r.kernels, r.category)))
+        }
         note = "modelled: look-up, with the same texts at the measured costs, without host time."
         parts += [markdown_table(*results_table(report.results, columns)), f"{SPEED_NOTE} {note}"]
     if report.costs:
@@ -161,7 +163,7 @@ def format_report(report: MachineReport) -> str:
             [f"{depth}", f"{1e3 * curve(1):.1f}", *(f"{curve(m) / curve(1):.2f}" for m in WIDTHS)]
             for depth, curve in report.costs.items()
         ]
-        note = "Cost of a pass over 1 to 16 rows, in passes over 1 row."
+        note = "Cost of a pass by its rows, in passes over 1 row."
         parts += [markdown_table(header, rows, 0), note]
     if report.left_out:
         missing = [f"{name} ({reason})" for name, reason in report.left_out.items()]
@@ -309,10 +311,11 @@ def rows_of(
 
     Every row has plain decoding beside it, so that a row is compared under its own conditions.
     """
-    first, *ours = make_contenders(model, choice, [AUTO_LENGTH], settings, tokenizer)
+    first, *ours = make_contenders(model, choice, [AUTO], settings, tokenizer, kernels=[AUTO])
     # Look-up is first, because it needs no second model.
     for contender in sorted(ours, key=lambda one: one.drafter != DEFAULT_DRAFTER):
-        yield contender.drafter, partial(list, (first, contender))
+        name = contender.drafter + ", kernels" * bool(contender.kernels)
+        yield name, partial(list, (first, contender))
 
 
 def peer_rows(model: nn.Module, tokenizer: Any, settings: Settings) -> Iterator[Row]:
@@ -335,7 +338,7 @@ def modelled_of(record: Record, costs: dict[int, CostCurve]) -> list[Result]:
         return []
     # A new drafter has no memory of the texts.
     drafter = {DEFAULT_DRAFTER: DrafterChoice().resolve}
-    return score_record(record, drafter, [AUTO_LENGTH], costs[min(costs)]).results
+    return score_record(record, drafter, [AUTO], costs[min(costs)]).results
 
 
 # The machine and its models
@@ -373,8 +376,11 @@ def facts_of(place: Path | str) -> ModelFacts:
     name = str(config.get("model_type", ""))
     # The name of a private architecture is its owner's.
     architecture = kind_of(config) or (name if is_known(name) else "unknown")
-    weights = f"{packed['bits']} {packed.get('mode', 'affine')}" if packed else "float"
-    public = str(place) if str(place).startswith(PUBLIC) else ""
+    weights = f"{packed.get('bits')} {packed.get('mode', 'affine')}" if packed else "float"
+    # A model in the Hugging Face cache has its repository's name in its path.
+    repositories = [part.removeprefix("models--").replace("--", "/") for part in Path(place).parts]
+    names = (name for name in (str(place), *repositories) if name.startswith(PUBLIC))
+    public = next(names, "")
     return ModelFacts(architecture, weights, weight_bytes(folder_of(place)) / 1e9, public)
 
 
@@ -385,7 +391,7 @@ def is_known(model_type: str) -> bool:
 
 
 def choose_model(most_bytes: float | None = None) -> str:
-    """The largest model on this machine that fits a report, as a repository or a folder.
+    """Folder of the largest model on this machine that fits a report. Nothing is fetched.
 
     Args:
         most_bytes: of its weights. By default a third of the memory, and 9 GB at most.
@@ -394,18 +400,15 @@ def choose_model(most_bytes: float | None = None) -> str:
         ModelFolderError: there is no such model. The message names two models to fetch.
     """
     most = most_bytes or min(MOST_BYTES, SHARE_OF_MEMORY * memory_bytes())
-    sizes = {
-        name: size
-        for name, folder in models_here()
-        if is_usable(folder) and (size := weight_bytes(folder)) <= most
-    }
-    if not sizes:
+    usable = [folder for folder in models_here() if is_usable(folder)]
+    fitting = [folder for folder in usable if weight_bytes(folder) <= most]
+    if not fitting:
         fetches = " && ".join(f"hf download {name}" for name in SMALL_MODELS)
         raise ModelFolderError(
             f"No model of mlx-lm with at most {most / 1e9:.1f} GB is on this machine. Fetch two "
             f"small models (1.3 GB) and try again: {fetches}"
         )
-    return max(sizes, key=lambda name: sizes[name])
+    return str(max(fitting, key=weight_bytes))
 
 
 def choose_draft(model: str) -> str | None:
@@ -414,13 +417,12 @@ def choose_draft(model: str) -> str | None:
     return next(filter(None, places), None)
 
 
-def models_here() -> Iterator[tuple[str, Path]]:
+def models_here() -> Iterator[Path]:
     """Models in the Hugging Face cache, in LM Studio's folders and in our own cache."""
-    yield from models_in(None)
     publishers = (folder for root in LM_STUDIO for folder in Path(root).expanduser().glob("*/"))
-    for folder in (*publishers, cache_root()):
-        if folder.is_dir():
-            yield from ((str(place), place) for _, place in models_in(folder))
+    for where in (None, *publishers, cache_root()):
+        if where is None or where.is_dir():
+            yield from (folder for _, folder in models_in(where))
 
 
 def is_usable(folder: Path) -> bool:

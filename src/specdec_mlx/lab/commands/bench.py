@@ -116,7 +116,7 @@ def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[RecordedText]:
 
 OF_NO_REPORT = (
     *("prompts", "sessions", "drafter", "draft_layers", "num_draft_tokens", "rule", "temp"),
-    *("no_cost", "json"),
+    *("kernels", "no_cost", "json"),
 )
 """Flags that would put something private into a report, or would make reports differ."""
 

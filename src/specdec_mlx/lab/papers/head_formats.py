@@ -18,7 +18,7 @@ def _exit(
 ) -> ModelDrafter:
     from specdec_mlx.lab.papers.early_exit import load_exit
 
-    return load_exit(files, target, **options)
+    return load_exit(files, target, window=variant.window, **options)
 
 
 def _pass(
@@ -30,7 +30,7 @@ def _pass(
     if variant != Variant():
         raise HeadError(
             f"{files.name} is a PaSS head, which has no matrices and reads no states: leave "
-            "draft_bits, layers, pre_norm and norms_less_one out."
+            "draft_bits, layers, pre_norm, norms_less_one and window out."
         )
     return load_pass(files, target, **options)
 

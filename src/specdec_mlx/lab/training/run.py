@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from specdec_mlx.drafters.heads.loading import load_head
+from specdec_mlx.drafters.heads.loading import TRAINED_LENGTH, load_head
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.training import features, texts
 from specdec_mlx.lab.training.features import FeatureStore
@@ -128,6 +128,7 @@ def train(
     )
     schedule = within_memory(trainee, learnable, plan.schedule)
     curve, acceptance, same = fit(trainee, learnable, measured, schedule, out, clock)
+    trainee.config[TRAINED_LENGTH] = plan.data.window
     trainee.save(out, plan.dtype)
     report = {"curve": curve, "acceptance": asdict(acceptance), "trained": asdict(same)}
     features.save_json(out / REPORT, {"plan": asdict(plan), **report})
