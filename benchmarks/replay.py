@@ -3,9 +3,10 @@
     python -m benchmarks.replay texts.json --drafter ngram            # and the oracles' rows
     python -m benchmarks.replay texts.json --drafts drafts.json --draft-cost 0.1
     python -m benchmarks.replay texts.json --rows 2 --rows 4
+    python -m benchmarks.replay --sessions sessions.jsonl --described --num-draft-tokens 64
 
 `benchmarks.recorded_drafts` records drafts; see `oracles` for the bounds, `recorded_rows` for
-batches.
+batches, `described_lookups` for look-ups of other projects.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from benchmarks.described_lookups import METHODS
 from benchmarks.oracles import (
     LENGTH_ORACLE,
     LONGEST_DRAFT,
@@ -30,11 +32,13 @@ from benchmarks.recorded_drafts import load_drafts
 from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
 from specdec_mlx.arguments import number
 from specdec_mlx.contracts import Drafter
+from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.record import Record
 from specdec_mlx.lab.bench.replay import modelled_results, score_record
 from specdec_mlx.lab.bench.summary import Result
 from specdec_mlx.lab.commands import replay
+from specdec_mlx.memory.store import Memory
 
 Drafters = Mapping[str, Callable[[], Drafter | None]]
 
@@ -82,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if args.drafter or not drafters:
         drafters = replay.drafters_of(args) | drafters
+    if args.described:
+        drafters |= METHODS | {"auto, a memory": lambda: SuffixDrafter(Memory())}
     lengths = args.num_draft_tokens or replay.DEFAULT_LENGTHS
     results, of_batches = list[Result](), list[RowsScore]()
     for cost in replay.costs_of(args, record):
@@ -117,6 +123,11 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="FILE",
         help="repeatable: of benchmarks.recorded_drafts",
+    )
+    add(
+        "--described",
+        action="store_true",
+        help="also the look-ups of llama.cpp and MTPLX, and a memory that keeps the texts before",
     )
     add(
         "--longest",

@@ -11,16 +11,26 @@ from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
 
 import command_line
-from benchmarks import heads, server
+from benchmarks import heads, server, specbench
 from selection import FULL
 from specdec_mlx import lab
+from specdec_mlx.draft_length.value import Fixed
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.peers import MLX_DSPARK, MLX_OPTIQ, make_peer
+from specdec_mlx.lab.bench.record import Record
+from specdec_mlx.lab.bench.replay import greedy_context, replay_text
+from specdec_mlx.lab.bench.timing import Settings
+from specdec_mlx.lab.papers.recycling import SuccessorTable
+from specdec_mlx.lab.prompts import RecordedText
 from specdec_mlx.loop import Token
 from specdec_mlx.models.loading import load_model
 from tiny_model_folder import write_model_folder
@@ -49,6 +59,7 @@ class TestIt(unittest.TestCase):
 COMMANDS = {
     "agents": "{scratch} --write-target",
     "batches": "--model {model} --prompts {prompts} --rows 2 --groups 1 --repeats 1 --max-tokens 8",
+    "described_lookups": "{sessions} --method RAMP",
     "head_trees": "{medusa} --prompts {prompts} --every 5 --sizes 2 --max-tokens 8",
     "heads": "{medusa} --prompts {prompts} --every 5 --lengths 2 --max-tokens 8",
     "heavy": "--gigabytes 0.04 --num-draft-tokens 2 --texts 1 --max-tokens 8 --repeats 1",
@@ -66,6 +77,7 @@ COMMANDS = {
     "recorded_drafts": "{texts} --draft-model {model} --json {out}",
     "recorded_tops": "{texts} --model {model} --json {out}",
     "replay": "{texts} --drafter ngram --num-draft-tokens 2",
+    "specbench": "{questions} --model {model} --max-tokens 8",
     "rollback": "--model {model} --context 64 --repeats 2",
     "rules": "--model {model} --draft-model {model} --prompts {prompts} --max-tokens 8",
     "server": "--model {model} --prompts {prompts} --num 3 --clients 2 --max-tokens 40"
@@ -91,6 +103,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     rows = [{"id": str(i), "category": "x", "prompt": f"{i} {PROMPT}"} for i in range(5)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said = [{"role": role, "content": PROMPT} for role in ("user", "assistant") * 2]
+    asked = [{"question_id": 1, "category": "stem", "turns": [PROMPT, PROMPT]}]
+    asked += [{"question_id": 2, "category": "rag", "turns": [f"a {PROMPT}"]}]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, asked)))
     (folder / "sessions.jsonl").write_text(json.dumps({"id": "one", "messages": said}))
     texts, prompts = str(folder / "texts.json"), str(folder / "prompts.jsonl")
     flags = ["--model", model, "--prompts", prompts, "--max-tokens", "24", "--drafter", "ngram"]
@@ -100,6 +115,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made["sessions"] = str(folder / "sessions.jsonl")
     made["report"] = str(ROOT / "docs" / "data" / "report-cpu.json")
     made["scratch"] = str(folder / "scratch")
+    made["questions"] = str(folder / "questions.jsonl")
     (folder / "tests").mkdir()
     (folder / "tests" / "test_it.py").write_text(GENERATES)
     made["mlx_lm_tests"] = str(folder / "tests")
@@ -177,6 +193,68 @@ def test_a_column_generates_with_drafters_only_if_it_says_so(files: dict[str, st
     done = command_line.run(*flags, program="benchmarks.mlx_lm_tests")
     counts = [line.split("; ")[1].split()[0] for line in done.stdout.splitlines() if "; " in line]
     assert counts == ["0", "1", "1"]
+
+
+# Spec-Bench: the texts are the target's own, and passes are counted -------------------------------
+
+
+def test_spec_bench_records_greedy_answers_to_all_turns(files: dict[str, str]) -> None:
+    """The second question follows the first answer; the likeliest token is the token itself."""
+    model, tokenizer = loaded()
+    questions = specbench.read_questions(files["questions"])
+    recorded = specbench.record_texts(model, tokenizer, questions, 8)
+    texts = {text.id: text for text in recorded}
+    parts = {"1/0": "mt_bench", "1/1": "mt_bench", "2/0": "rag"}
+    assert {text.id: text.category for text in texts.values()} == parts
+    first, second = texts["1/0"], texts["1/1"]
+    answer = tokenizer.decode(first.generated, skip_special_tokens=True)
+    assert answer in tokenizer.decode(second.prompt)
+    assert len(second.prompt) > len(first.prompt)
+    for text in texts.values():
+        plain = generate_step(mx.array(text.prompt), model, max_tokens=8)
+        assert text.generated == [token for token, _ in plain][: len(text.generated)]
+        assert [top[0] for top in text.top_tokens] == text.generated
+        assert {len(set(top)) for top in text.top_tokens} == {specbench.TOP}
+
+
+def test_spec_bench_counts_tokens_a_pass_of_each_part() -> None:
+    """40 tokens that the prompt holds: two alone, then 11 a pass; a text that is new has one."""
+    known = RecordedText("1/0", "qa", [*range(100)], [*range(40)])
+    new = RecordedText("2/0", "rag", [*range(100)], [*range(200, 220)])
+    record = Record("", {}, Settings(40, vocab_size=1000), [known, new])
+    method = specbench.Method("look-up", 10, lambda: PromptLookupDrafter(min_ngram=2))
+    sample = replay_text(
+        known, method.make(), Fixed(10), linear_cost(0.0), max_tokens=40, vocab_size=1000
+    )
+    header, _, answers, row = specbench.table(record, [method]).splitlines()
+    assert answers.replace(" ", "") == "|answers||1|1|2||"
+    assert [cell.strip() for cell in header.split("|")[3:6]] == ["qa", "rag", "all"]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    passes = 2 + 3 + 1  # tokens alone, full drafts, and the draft of what is left
+    assert sample.passes == passes
+    assert cells == [
+        "look-up",
+        "10",
+        f"{40 / passes:.2f}",
+        "1.00",
+        f"{60 / (passes + 20):.2f}",
+        "100%",
+    ]
+
+
+def test_a_tree_of_token_recycling_takes_nodes_by_the_product_of_their_ranks() -> None:
+    """A second guess waits until the first guesses of first guesses are in, as deep as they go."""
+    table = SuccessorTable()
+    for token, *likeliest in [(1, 2, 3, 4), (2, 5, 6), (3, 7), (5, 1)]:
+        table.note((token,), *((one,) for one in likeliest))
+    session = specbench.RecyclingTree(table=table).begin([9, 1], greedy_context(10))
+    # 1 -> 2 -> 5 -> 1 -> 2 ... have product 1, and six of them are the deepest path.
+    assert list(session.propose(6).tokens) == [2, 5, 1, 2, 5, 1]
+    assert list(session.propose(8).tokens)[6:] != [2, 5]
+    del table.successors[5,]
+    draft = session.propose(80)
+    # Ranks 1, 1 1, 1 2, 2, 2 1, 3, with products 1, 1, 2, 2, 2, 3.
+    assert (list(draft.tokens), draft.parents) == ([2, 5, 6, 3, 7, 4], [-1, 0, 0, -1, 3, -1])
 
 
 # Heads: each generation is charged with its own passes --------------------------------------------

@@ -345,6 +345,7 @@ def test_models_are_found_by_the_names_that_people_use() -> None:
 
 MEASURED = (
     "policies.md",
+    "specbench.md",
     "benchmarks.md",
     "measurements.md",
     "lossless.md",

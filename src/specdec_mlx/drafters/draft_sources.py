@@ -25,7 +25,7 @@ from specdec_mlx.drafters.drawing import (
     sampling_of_drafts,
     truncate,
 )
-from specdec_mlx.drafters.shortlist import OutputRows, TextShortlist, check_draft_vocab
+from specdec_mlx.drafters.shortlist import NarrowOutput, TextShortlist, check_draft_vocab
 from specdec_mlx.drafters.tree_drafts import TreeDraws
 
 # of new nodes of a tree; None in a chain, where each token follows the last token
@@ -64,7 +64,7 @@ class DraftSource(ABC):
     at_once = False
     logits: mx.array
     text_shortlist: TextShortlist | None = None
-    output_rows: OutputRows | None = None
+    output_rows: NarrowOutput | None = None
     log_confidences: mx.array | None = None
 
     def __init__(self, prompt: Sequence[int], context: DraftContext, num_unseen: int = 0) -> None:

@@ -21,7 +21,7 @@ from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.drawing import ChainDraws, truncate
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter
-from specdec_mlx.drafters.shortlist import OutputRows, TextShortlist
+from specdec_mlx.drafters.shortlist import NarrowOutput, TextShortlist
 from specdec_mlx.exactness.probe import can_hold_rows
 
 
@@ -79,7 +79,7 @@ class DraftPasses:
     caches: BatchCaches
     is_head: bool
     text_shortlist: TextShortlist | None = None
-    output_rows: OutputRows | None = None
+    output_rows: NarrowOutput | None = None
     sessions: list[SharedSession] = field(default_factory=list)
     joining: list[SharedSession] = field(default_factory=list)
 

@@ -244,7 +244,7 @@ def make_shortlist(
 
 
 @dataclass(frozen=True, eq=False)
-class OutputRows:
+class NarrowOutput:
     """Rows of an output layer, in a copy.
 
     Attributes:
@@ -289,13 +289,13 @@ class TextShortlist:
         self._num_read = 0
         self._last_seen = np.zeros(len(shortlist.layer.row_of), int)  # number of the token, from 1
         self._is_listed = shortlist.layer.row_of < 0  # a token without a row cannot be added
-        self._rows: OutputRows | None = None
+        self._rows: NarrowOutput | None = None
 
     def read(self, tokens: Sequence[int]) -> None:
         """Take more tokens of a text. They are in the list from the next `refresh` on."""
         self._unread += tokens
 
-    def refresh(self, num_texts: int = 1) -> OutputRows:
+    def refresh(self, num_texts: int = 1) -> NarrowOutput:
         """The rows for the next draft. They are chosen again after `REFRESH` tokens of each text.
 
         num_texts: number of texts that are being written.
@@ -311,7 +311,7 @@ class TextShortlist:
                 self._rows = self._choose()
         return self._rows
 
-    def _choose(self) -> OutputRows:
+    def _choose(self) -> NarrowOutput:
         layer, text = self.shortlist.layer, np.flatnonzero(self._last_seen)
         latest = text[np.argsort(-self._last_seen[text])]
         ids = self.shortlist.choose(latest, self.end_tokens)
@@ -321,7 +321,7 @@ class TextShortlist:
         pairs = [(module, some_rows(module, rows)) for module in layer.modules]
         # The rows are copied now. A lazy copy would be made again for each draft.
         mx.async_eval([module.parameters() for _, module in pairs])
-        return OutputRows(mx.array(ids, mx.int32), pairs, layer.width)
+        return NarrowOutput(mx.array(ids, mx.int32), pairs, layer.width)
 
 
 def no_ids() -> Ids:

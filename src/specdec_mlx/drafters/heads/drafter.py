@@ -23,8 +23,8 @@ from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import RecurrentSource
 from specdec_mlx.drafters.reduced_models import HEADS, some_rows
 from specdec_mlx.drafters.shortlist import (
+    NarrowOutput,
     OutputLayer,
-    OutputRows,
     Shortlist,
     bytes_of,
     bytes_read,
@@ -162,7 +162,7 @@ class Head(nn.Module):  # type: ignore[misc]
             return self.anatomy.embed(tokens)
         return table(within(tokens, table.weight))
 
-    def logits(self, states: mx.array, rows: OutputRows | None = None) -> mx.array:
+    def logits(self, states: mx.array, rows: NarrowOutput | None = None) -> mx.array:
         """Logits [n, V] of states [n, D]. Tokens outside the draft vocabulary get -inf.
 
         rows: the rows to compute, None for all. All other tokens get -inf too.

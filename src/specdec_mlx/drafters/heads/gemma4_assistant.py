@@ -29,7 +29,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.drafters.draft_sources import DraftSource, Parents
 from specdec_mlx.drafters.drawing import spread
 from specdec_mlx.drafters.heads.drafter import Config, Head
-from specdec_mlx.drafters.shortlist import OutputRows
+from specdec_mlx.drafters.shortlist import NarrowOutput
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 
@@ -130,7 +130,7 @@ class Gemma4Assistant(Head):
         state: mx.array,
         token: mx.array,
         read: Mapping[str, KeysValues],
-        rows: OutputRows | None = None,
+        rows: NarrowOutput | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Logits [1, V] after a state [1, D] and a token [1], and the next state."""
         # x(i) = pre_projection [embed(token i) * sqrt(D), h(i)]
@@ -152,7 +152,7 @@ class Gemma4Assistant(Head):
         # A step computes the rows of a few groups only.
         return [] if "masked_embedding" in self else [self.embed_tokens]
 
-    def logits(self, states: mx.array, rows: OutputRows | None = None) -> Any:
+    def logits(self, states: mx.array, rows: NarrowOutput | None = None) -> Any:
         """Logits [n, V] of states [n, d]. Tokens of other groups get -inf."""
         if "masked_embedding" not in self:
             return super().logits(states, rows)
