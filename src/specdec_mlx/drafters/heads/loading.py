@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
-from specdec_mlx.arguments import check_int, installed, load, make_with, split_spec
+from specdec_mlx.arguments import AUTO, check_int, installed, load, make_with, split_spec
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.drawing import check_draft_temp
 from specdec_mlx.drafters.heads.drafter import (
@@ -43,6 +43,7 @@ from specdec_mlx.drafters.heads.mtp import (
 from specdec_mlx.drafters.heads.one_pass import DFlash, Medusa, block_options
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.shortlist import check_draft_vocab
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models.anatomy import Anatomy
 from specdec_mlx.models.loading import load_model
@@ -413,6 +414,7 @@ def load_head(
     layers: Sequence[int] | None = None,
     pre_norm: bool | None = None,
     norms_less_one: bool | None = None,
+    draft_vocab: int | str | Path = AUTO,
     window: int | None = None,
     torch_files: bool = True,
 ) -> HeadDrafter | ModelDrafter:
@@ -433,6 +435,10 @@ def load_head(
         layers: layers of the target, from 0, whose outputs the head reads, if its config is wrong.
         pre_norm: the head reads the state before the final norm. None takes its family's default.
         norms_less_one: its norms are stored as w - 1. None takes its family's default.
+        draft_vocab: tokens that a draft may contain, chosen again as the text grows. A number,
+            "off" for all tokens, or the file of a memory or of a table of n-grams, whose counts
+            help to choose. "auto" takes 4,096 tokens or a 16th of the vocabulary if this saves half
+            of the bytes of a draft token.
         window: number of latest positions of a text that the head sees, beside the first 4. 0
             stands for the whole text. None takes what the head looked back in its training, if its
             config says how long its texts were. Layers that have windows of their own keep them.
@@ -443,8 +449,9 @@ def load_head(
     """
     check_draft_temp(draft_temp)
     check_int("branches", branches, 1)
+    check_draft_vocab(draft_vocab)
     options: dict[str, Any] = {"greedy": greedy, "draft_temp": draft_temp}
-    options["branches"] = branches
+    options |= {"branches": branches, "draft_vocab": draft_vocab}
     check_window(window)
     variant = Variant(draft_bits, layers, pre_norm, norms_less_one, window)
     files = HeadFiles(path_or_repo, torch_files=torch_files)
