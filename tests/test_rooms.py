@@ -35,8 +35,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 216,
-    "numeric constants": 192,
+    "files": 217,
+    "numeric constants": 195,
     "protocols": 6,
     "public names": 20,
 }
@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_230,
-    "library": 136_370,
+    "library": 140_360,
     "lab": 75_530,
     "server": 43_650,
 }
