@@ -75,8 +75,8 @@ def engine_for(target: Path, head: Path, **settings: Any) -> Any:
 def test_later_turns_are_drafted_as_one_text(
     kind: str, folder: Path, tmp_path: Path, drafts: Drafts
 ) -> None:
-    """After an answer, after a client hung up, with an answer that was edited, for two texts in a
-    batch, and after the server started again."""
+    """After an answer, after a client hung up, with an answer that was edited, and for two texts in
+    a batch."""
     head, disk = written(kind, folder, tmp_path / kind), tmp_path / f"{kind} kept"
 
     def drafted(engine: Any, *prompts: str) -> list[list[list[int]]]:
@@ -109,18 +109,31 @@ def test_later_turns_are_drafted_as_one_text(
             (f"{PROMPT}{first} so the cat",),
         ]
         resumed = [drafted(engine, *prompts) for prompts in conversations]
-        last = f"{PROMPT} and so on"
-        last += ask(settled(engine), prompt=last).text + " to the end"
         entries = settled(engine).prefixes.entries
         assert any(isinstance(entry.caches[-1], LatestFeatures) for entry in entries)
-    with engine_for(folder, head, prompt_cache=disk) as engine:
-        resumed.append(drafted(engine, last))
-    conversations.append((last,))
     for prompts, found in zip(conversations, resumed, strict=True):
         with engine_for(folder, head) as engine:
             whole = drafted(engine, *prompts)
         assert found == whole, prompts
         assert all(len(text) > 3 for text in whole)
+
+
+@in_one_test("kind", ["eagle3", "dflash"])
+def test_a_server_that_started_again_drafts_as_before(
+    kind: str, folder: Path, tmp_path: Path, drafts: Drafts
+) -> None:
+    """From the head's file, beside the file of the target's caches."""
+    head, disk = written(kind, folder, tmp_path / kind), tmp_path / f"{kind} kept"
+    with engine_for(folder, head, prompt_cache=disk) as engine:
+        prompt = f"{PROMPT}{ask(engine, prompt=PROMPT).text} in the hat"
+        settled(engine)
+    found = []
+    for place in (disk, None):
+        with engine_for(folder, head, prompt_cache=place) as engine:
+            drafts.clear()
+            ask(engine, prompt=prompt)
+            found.append(list(drafts.values()))
+    assert found[0] == found[1]
 
 
 def test_a_file_of_another_head_is_refused(

@@ -80,7 +80,7 @@ class DraftSource(ABC):
     def choose_rows(self, text_shortlist: TextShortlist) -> None:
         """Draft from some rows of the output layer from now on, chosen for the text so far."""
         self.text_shortlist = text_shortlist
-        text_shortlist.read([*self.prompt[: self.num_unseen], *self.tokens])
+        text_shortlist.read([*self.prompt, *self.tokens[self.num_prompt :]])
 
     def refresh_rows(self) -> None:
         """Take the rows for the next draft. They stay until its end."""
