@@ -160,15 +160,17 @@ def width_read(config: Config) -> int | None:
     return width or text_part(config).get("hidden_size")
 
 
-def trained_length(config: Config, *, is_of_target: bool) -> int | None:
-    """Tokens of the texts that a head was trained on, or None if its config does not say.
+def trained_window(config: Config, *, is_of_target: bool) -> int | None:
+    """Positions that a head looked back in its training, or None if its config does not say.
 
     is_of_target: the other entries of the config may describe the target.
     """
-    lengths = [config.get(TRAINED_LENGTH)]
-    if not is_of_target:
-        lengths.append(text_part(config).get("max_position_embeddings"))
-    return next((n for n in lengths if type(n) is int and n > 0), None)
+    if type(length := config.get(TRAINED_LENGTH)) is int and length > 1:
+        # A position of a training text saw half of the text on average. With half of the length,
+        # both of the lab's heads guess better than with all of it (`benchmarks.windows`).
+        return length // 2
+    most = None if is_of_target else text_part(config).get("max_position_embeddings")
+    return most if type(most) is int and most > 0 else None
 
 
 def check_sizes(files: HeadFiles, anatomy: Anatomy) -> None:
@@ -438,8 +440,8 @@ def load_head(
             help to choose. "auto" takes 4,096 tokens or a 16th of the vocabulary if this saves half
             of the bytes of a draft token.
         window: number of latest positions of a text that the head sees, beside the first 4. 0
-            stands for the whole text. None takes the length that the head was trained on, if its
-            config has it. Layers that have windows of their own keep them.
+            stands for the whole text. None takes what the head looked back in its training, if its
+            config says how long its texts were. Layers that have windows of their own keep them.
         torch_files: read files of `torch.save` with torch if there are no safetensors.
 
     Raises:
@@ -523,7 +525,7 @@ def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) ->
     window = variant.window
     if window is None and "window" in apply:
         is_mtp = form.weights is _mtp_weights
-        window = trained_length(files.config, is_of_target=is_mtp)
+        window = trained_window(files.config, is_of_target=is_mtp)
     for layer in {id(part): part for part in (head, *head.levels)}.values():
         layer.window = window
     if variant.pre_norm is not None:
