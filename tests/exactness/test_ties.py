@@ -17,12 +17,13 @@ from mlx_lm.sample_utils import make_logits_processors
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from scripted import OracleDrafter, OracleTrees
+from scripted import OracleDrafter, OracleTrees, ScriptedDrafter
 from selection import FULL, cases, in_one_test
-from specdec_mlx.caches import leaves
+from specdec_mlx.caches import Rollback, leaves
 from specdec_mlx.exactness.ties import lead, margins, moved_filters, tie_bound
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.sampling import Sampling
+from specdec_mlx.target import Verifier
 from tiny import REPRESENTATIVE
 
 VOCAB, SIZE, NUM_TOKENS = 128, 64, 32
@@ -175,6 +176,33 @@ def plain_caches(model: nn.Module, text: list[int]) -> list[Any]:
     prompt = random.Random(3).choices(range(VOCAB), k=8)
     model(mx.array([[*prompt, *text]]), cache=caches)
     return caches
+
+
+def test_a_pass_without_a_draft_is_over_one_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a rejection on recurrent caches, from which several tokens are fed again."""
+    monkeypatch.setattr("specdec_mlx.target.tie_bound", lambda model, kernels: 1e-30)
+    model, widths, alone = tiny.build("rwkv7"), list[int](), list[bool]()
+    wrong = ScriptedDrafter(lambda start, limit: [1] * limit if start % 2 else [])
+    launch, forward = Verifier.launch, Rollback.forward
+
+    def launching(self: Any, pending: Any, draft: Any, *about: Any) -> Any:
+        widths.clear()
+        launched = launch(self, pending, draft, *about)
+        if not len(draft):
+            alone.append(widths[-1] == 1)
+            replays.append(len(widths) > 1)
+        return launched
+
+    def feeding(self: Any, model: Any, tokens: mx.array, *about: Any, **more: Any) -> mx.array:
+        widths.append(tokens.shape[0])
+        return forward(self, model, tokens, *about, **more)
+
+    replays: list[bool] = []
+    monkeypatch.setattr(Verifier, "launch", launching)
+    monkeypatch.setattr(Rollback, "forward", feeding)
+    generated(3, wrong, 0.0, model=model, ties="plain", num_draft_tokens=3)
+    assert all(alone)
+    assert any(replays)
 
 
 def test_a_device_that_rounds_rows_alike_has_no_ties() -> None:
