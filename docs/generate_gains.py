@@ -38,6 +38,9 @@ KINDS = {
 }
 """Heading of a column -> drafter, and the kinds of text that it stands for."""
 
+WITH_KERNELS = {"m4-pro": "m4-pro-kernels"}
+"""Chips -> their curves with mlx-dspark's kernels, as far as somebody has published figures."""
+
 NO_SOURCE = "M3, M4, M5 without Pro or Max"
 
 
@@ -45,18 +48,27 @@ def table() -> str:
     """Rows of chips; a range where several kinds of text stand in a column."""
     speeds = json.loads(EXPECTED.read_text(encoding="utf-8"))
     rows = [
-        ["modelled speed, mlx-lm = 1", *KINDS],
-        ["---"] * (1 + len(KINDS)),
+        ["modelled speed, mlx-lm = 1", *KINDS, "modelled: a head, with kernels"],
+        ["---"] * (2 + len(KINDS)),
         *(
             [
                 name,
                 *(span([speeds[by][chip][kind] for kind in kinds]) for by, kinds in KINDS.values()),
+                with_kernels(speeds["head"], chip),
             ]
             for chip, name in MACHINES.items()
         ),
-        [NO_SOURCE, "no source", *[""] * (len(KINDS) - 1)],
+        [NO_SOURCE, "no source", *[""] * len(KINDS)],
     ]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def with_kernels(speeds: dict[str, dict[str, float]], chip: str) -> str:
+    """Chat and code with a head; "off" for chips on which the kernels' author leaves them off."""
+    if chip in WITH_KERNELS:
+        _, kinds = KINDS["chat, code: a head"]
+        return span([speeds[WITH_KERNELS[chip]][kind] for kind in kinds])
+    return "off" if chip.startswith("m5") else "no source"
 
 
 def span(speeds: list[float]) -> str:

@@ -173,7 +173,7 @@ def test_formulas_are_drawn_without_a_script(text: Path) -> None:
         assert "\\" not in drawn, formula
 
 
-ROOMS = ("drafters", "errors", "lab", "rules", "stats")
+ROOMS = ("drafters", "errors", "kernels", "lab", "rules", "stats")
 """Rooms of the public names that `specdec_mlx` itself does not have."""
 OF_ONE_MODULE = ("caches", "files", "generation", "mlx_lm_plugin", "vision")
 """Modules of which a response, a strategy or a vision model is public."""

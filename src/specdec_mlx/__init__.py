@@ -61,7 +61,7 @@ _PLACES = {
     "stream_generate": "generation",
     "uninstall": "mlx_lm_plugin",
 }
-_ROOMS = ("drafters", "errors", "generation", "lab", "rules", "stats", "vision")
+_ROOMS = ("drafters", "errors", "generation", "kernels", "lab", "rules", "stats", "vision")
 
 __all__ = [*_PLACES]
 

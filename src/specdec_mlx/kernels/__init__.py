@@ -14,7 +14,7 @@ from specdec_mlx.kernels.contract import Kernels
 from specdec_mlx.kernels.mlx_dspark import MlxDspark, installed_version, why_not
 from specdec_mlx.kernels.split_attention import SplitAttention
 
-__all__ = ["Kernels", "MlxDspark", "SplitAttention", "make_kernels"]
+__all__ = ["Kernels", "MlxDspark", "SplitAttention"]
 
 
 class JoinedKernels(Kernels):
