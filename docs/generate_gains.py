@@ -118,11 +118,14 @@ def measured(report: MachineReport) -> str:
         for name, results in by_drafter(some).items()
     ]
     rows.sort(key=lambda row: not row[0].startswith("look-up"))  # modelled too, so side by side
-    lines = [["mlx-lm = 1", *CATEGORIES.values()], ["---", *["---:"] * len(CATEGORIES)]]
+    header = ["mlx-lm = 1", *CATEGORIES.values(), "95%, all", "tokens a pass"]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for name, results in rows:
-        ratios = {r.category: r.ratio for r in results}
-        speeds = (ratios.get(category) for category in CATEGORIES)
-        lines.append([name, *("" if ratio is None else f"{ratio:.2f}" for ratio in speeds)])
+        of = {r.category: r for r in results}
+        speeds = [f"{of[kind].ratio:.2f}" for kind in CATEGORIES]
+        total = of[ALL]
+        bounds = f"{total.ratio_low:.2f} to {total.ratio_high:.2f}"
+        lines.append([name, *speeds, bounds, f"{total.tokens_per_pass:.2f}"])
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     drafted = f" Draft model: {report.draft_model}." if report.draft_model else ""
     return f"{report.machine}. Model: {report.model}.{drafted}\n\n{text}"

@@ -84,6 +84,7 @@ COMMANDS = {
     " --num-draft-tokens 3 --in-process",
     "server_cost": "--max-tokens 8 --repeats 1 --clients 1",
     "sessions": "--sessions {sessions} --id one --model {model} --turns 2 --max-tokens 40",
+    "shortlist": "{texts} --model {model} --size 16 --size 64",
     "suffix_reference": "--help",
     "systems": "--every 16 --max-tokens 4 --part cascades",
     "tables": "--help",

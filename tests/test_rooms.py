@@ -35,8 +35,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 215,
-    "numeric constants": 190,
+    "files": 217,
+    "numeric constants": 196,
     "protocols": 6,
     "public names": 20,
 }
@@ -55,9 +55,9 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 22_910,
-    "library": 134_550,
-    "lab": 75_330,
+    "core": 23_230,
+    "library": 140_900,
+    "lab": 75_530,
     "server": 43_650,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.

@@ -451,7 +451,7 @@ def test_errors_name_a_model_and_do_not_print_it() -> None:
 
 def test_the_public_names_are_what_dir_shows() -> None:
     """`__all__`, the rooms and the version; each is there, and none hides a module."""
-    rooms = {"drafters", "errors", "generation", "lab", "rules", "stats", "vision"}
+    rooms = {"drafters", "errors", "generation", "kernels", "lab", "rules", "stats", "vision"}
     assert set(dir(sd)) == {*sd.__all__, *rooms, "__version__"}
     assert len(sd.__all__) <= 20
     for name in sd.__all__:

@@ -29,6 +29,8 @@ MODEL_DRAFTER = "model"  # the name of a draft model, wherever it comes from
 NO_DRAFTER = "none"  # the name of plain decoding
 PROCESS = "process"  # a memory that ends with its process, where a file's name could stand
 AUTO = "auto"  # the draft length that is chosen by what pays
+OFF = "off"
+DRAFT_VOCABS = f"'{AUTO}', '{OFF}', a number of tokens from 1, or a file of counts"
 RULES = ("auto", "match", "coupled", "rejection", "block")
 """Names of the library's own rules."""
 KERNELS = (AUTO, "split", "mlx-dspark", NO_DRAFTER)
@@ -231,6 +233,14 @@ def parse_draft_length(text: str) -> int | str:
     return int(text)
 
 
+def parse_draft_vocab(text: str) -> int | str:
+    if text.isdecimal() and int(text):
+        return int(text)
+    if text not in (AUTO, OFF) and not Path(text).expanduser().is_file():
+        raise ValueError(f"{text!r}: expected {DRAFT_VOCABS}")
+    return text
+
+
 def registered_names(group: str, *ours: str) -> list[str]:
     return list(dict.fromkeys([*ours, *sorted(entry_points(group=group).names)]))
 
@@ -267,6 +277,9 @@ def number(kind: type[int | float], least: float, most: float = inf) -> Callable
 def add_lighter_arguments(parser: Any) -> None:
     text = "Draft with its first layers only."
     parser.add_argument("--draft-layers", type=number(int, 1), metavar="N", help=text)
+    text = "Tokens that its drafts choose from, chosen again as the text grows (default: auto)."
+    vocab = argument(parse_draft_vocab)
+    parser.add_argument("--draft-vocab", type=vocab, metavar=f"{AUTO}|{OFF}|N|FILE", help=text)
 
 
 def existing_file(text: str) -> Path:

@@ -208,6 +208,7 @@ class RoundRecord:
         ahead: launched before the round before was read.
         context: positions in the caches before the pass.
         part: key of the draft's drafter, or "".
+        tied: a plain pass decided its last token.
     """
 
     drafted: int
@@ -222,6 +223,7 @@ class RoundRecord:
     ahead: bool = False
     context: int = 0
     part: str = ""
+    tied: bool = False
 
     @property
     def pass_seconds(self) -> float:
@@ -547,10 +549,12 @@ class Outcome:
         accepted: indices of the accepted draft tokens, from the root down.
         tokens: [n + 1] emitted tokens, the last after the accepted ones; fewer if max_tokens cut
             them.
+        is_tied: the last token comes from a plain pass after the round's own.
     """
 
     accepted: Sequence[int]
     tokens: list[int]
+    is_tied: bool = False
 
     @property
     def num_accepted(self) -> int:

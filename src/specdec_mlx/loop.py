@@ -563,10 +563,13 @@ class RoundClock:
             verify_seconds=current.launch_seconds + self.waited,
             # A pass launched ahead overlaps the pass before it. Two readings are one pass apart
             # only if this pass and the next pass were launched in the same mode.
-            steady=current.is_ahead == (ahead is not None) and self.was_undisturbed,
+            steady=current.is_ahead == (ahead is not None)
+            and self.was_undisturbed
+            and not outcome.is_tied,
             ahead=current.is_ahead,
             context=context,
             part=current.part,
+            tied=outcome.is_tied,
         )
 
     def handed_over(self, following: Round | None, drafting: Drafting) -> float:

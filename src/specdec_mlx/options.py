@@ -77,6 +77,9 @@ class Options:
             opaque samplers and deterministic drafts. For drafts drawn at random it takes coupled
             with a seed, and block, which accepts more, without. "lenient" and "typical" change the
             text's distribution.
+        ties: "plain" lets a plain pass decide wherever the rounding of a wide pass could exchange
+            two tokens. It is for greedy decoding, or a seed with rule "auto", "match" or "coupled",
+            and for one text at a time. Drafts are chains then. None takes the wide pass's token.
         num_draft_tokens: most tokens to draft a round, K. "auto" takes what pays, 0 included, from
             measured cost and acceptance.
         tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
@@ -115,6 +118,7 @@ class Options:
     sampler: Sampler | Sampling | None = None
     seed: int | None = None
     rule: str | AcceptanceRule = "auto"
+    ties: str | None = None
     num_draft_tokens: int | str | DraftLength = "auto"
     tuning: Tuning | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
@@ -142,6 +146,8 @@ class Options:
         for name in ("max_kv_size", "kv_bits"):
             if (value := getattr(self, name)) is not None:
                 checked[name] = check_int(name, value, 1)
+        if self.ties not in (None, "plain"):
+            raise argument_error("ties", self.ties, 'None or "plain"')
         filters = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k}
         checked["kernels"] = make_kernels(self.kernels)
         checked["sampler"] = sampler_of(self.sampler, self.temp, **filters)
@@ -179,6 +185,7 @@ class TextArguments(BatchArguments, total=False):
     """`BatchArguments` and the fields that belong to one text."""
 
     seed: int | None
+    ties: str | None
     prompt_cache: list[Any] | None
     history: Sequence[int] | mx.array | None
     prompt_progress_callback: Callable[[int, int], None] | None

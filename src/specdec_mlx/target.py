@@ -34,6 +34,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.errors import DraftError, LogitsError, VerdictError
 from specdec_mlx.exactness.probe import MARGIN, first_inexact, kernels_around, warn_of_chains
 from specdec_mlx.exactness.recurrent_states import recurrent_states_of
+from specdec_mlx.exactness.ties import TieBreak, check_ties, margins, tie_bound
 from specdec_mlx.kernels import Kernels, make_kernels
 from specdec_mlx.kernels.contract import within
 from specdec_mlx.models.anatomy import StateReader, check_readable, keys_values_of, vocab_size_of
@@ -119,7 +120,7 @@ class NextToken:
         self.greedy = self.sampling is not None and self.sampling.greedy
         self.processors = processors_of(processors)
         self.noise = noise
-        self._gumbels = GumbelRows(noise, "target")
+        self.gumbels = GumbelRows(noise, "target")
         self.history: mx.array | None = None
         self.remembers = not all(map(is_pure, self.processors))
         self.by_row = self.remembers or not is_pure(self.sampler)
@@ -164,10 +165,10 @@ class NextToken:
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         if parents is None:
-            return self.sampling.draw(logprobs, self._gumbels.at(position, *logprobs.shape))
+            return self.sampling.draw(logprobs, self.gumbels.at(position, *logprobs.shape))
         # Siblings are alternatives for one position of the text, so that they share its noise.
         depths = [0, *(depth + 1 for depth in depths_of(parents))]
-        noise = self._gumbels.at(position, max(depths) + 1, logprobs.shape[-1])
+        noise = self.gumbels.at(position, max(depths) + 1, logprobs.shape[-1])
         return self.sampling.draw(logprobs, noise[_index(depths)])
 
 
@@ -283,6 +284,7 @@ class LazyPass:
         features: states for a drafter that reads the target, or None.
         is_sampled: the caller's sampler drew the tokens, so that an id may be outside the
             vocabulary.
+        tie_break: decides ties, or None.
     """
 
     draft: Draft
@@ -292,6 +294,7 @@ class LazyPass:
     results: dict[str, mx.array]
     features: FeatureRows | None = None
     is_sampled: bool = False
+    tie_break: TieBreak | None = None
 
     @property
     def to_compute(self) -> list[mx.array]:
@@ -332,6 +335,8 @@ class LazyPass:
         check_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
             check_distribution(numbers["masses"], numbers["own"])
+        if self.tie_break is not None:
+            return self.tie_break.decide(outcome, numbers["margins"], self.logprobs)
         return outcome
 
 
@@ -446,10 +451,11 @@ class Verifier:
         end_tokens: tokens that end a text. Drafts end there.
         remembers: a logits processor may remember its calls.
         state_reader: reads states of the passes, or None.
+        tie_bound: log-probabilities nearer than this are a tie. 0 if ties are not looked for.
         kernels: other kernels for passes over several rows, or None.
 
     Raises:
-        ValueError: the rule needs a distribution, and there is none.
+        ValueError: the rule needs a distribution, and there is none, or `ties` has no meaning.
     """
 
     model: nn.Module
@@ -478,6 +484,12 @@ class Verifier:
                 "processor of your own gives none. Leave it out, or use "
                 "specdec_mlx.Sampling(...) as the sampler."
             )
+        if options.ties is not None:
+            check_ties(self)
+
+    @cached_property
+    def tie_bound(self) -> float:
+        return 0.0 if self.options.ties is None else tie_bound(self.model, self.kernels)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -604,7 +616,8 @@ class Verifier:
 
     def takes_trees(self) -> bool:
         """True if one pass can verify a tree now. Warns once for each model if not."""
-        if not self.probe or self.tree_rule is None or self.next_token.by_row:
+        can_judge = self.tree_rule is not None and not self.next_token.by_row
+        if not (self.probe and can_judge) or self.options.ties is not None:
             return False
         end = self.rollback.end
         if takes_trees(self.rollback) and first_inexact(self.model, end, on_trees=True) is None:
@@ -642,7 +655,9 @@ class Verifier:
             num_fed += num_drafted
         # Pending tokens that do not fit into one exact pass are fed before it. The draft stays in
         # one pass with at least one pending token, whose row judges the first draft token.
-        while fed.shape[0] > 1 and (room := self.measure_width() or num_fed) < fed.shape[0]:
+        # Under `ties` a pass without a draft is plain.
+        most = 1 if self.tie_bound and not num_drafted else num_fed
+        while fed.shape[0] > 1 and (room := min(most, self.measure_width() or most)) < len(fed):
             self.feed(fed[:room], in_round=True)
             if self.state_reader is not None:
                 rows.append(self.fed_features()[0])
@@ -655,6 +670,9 @@ class Verifier:
         logits = self.feed(fed, embeddings, draft.parents, in_round=True)
         # Row -K-1 follows the last pending token. The other K rows follow the draft tokens.
         pass_ = self.judge(logits[-num_drafted - 1 :], draft, drafted, position, num_fed)
+        if isinstance(pass_, LazyPass) and "margins" in pass_.results:
+            start = self.rollback.position - fed.shape[0]
+            pass_.tie_break = TieBreak(self, self.tie_bound, start, fed, position)
         to_compute = pass_.to_compute
         if self.state_reader is not None:
             features, _ = self.fed_features()
@@ -699,7 +717,24 @@ class Verifier:
             # it is read.
             results["masses"] = mx.sum(mx.exp(draft.logprobs), axis=-1)
             results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
+        if self.tie_bound:
+            results["margins"] = margins(rows, position, target, self.tie_bound)
         return LazyPass(draft, num_fed, rows.each(), decision, results)
+
+    def feed_alone(self, tokens: mx.array, before: Sequence[int], position: int) -> RoundPositions:
+        """Feed the last of tokens [n] in a pass of its own, after the others. Returns its row.
+
+        Args:
+            tokens: the text's next tokens.
+            before: tokens of the text that processors have not seen.
+            position: index of the next token among those generated.
+        """
+        if tokens.shape[0] > 1:
+            self.feed(tokens[:-1], in_round=True)
+        logits = self.feed(tokens[-1:], in_round=True)
+        return RoundPositions(
+            self.next_token.process_row(logits, before), self.next_token, position
+        )
 
     def checked(self, draft: Draft, *, may_fork: bool = True) -> Draft:
         """The draft up to its first end token, cut to a chain where it must not fork.

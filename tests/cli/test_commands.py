@@ -145,6 +145,20 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     assert accepted < drafted
 
 
+def test_plain_passes_decide_ties_if_the_flag_says_so(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec_mlx.target.tie_bound", lambda model, kernels: 1e9)
+    flags = ["--draft-model", str(folders / "model"), "--drafter", "model"]
+    flags += ["--num-draft-tokens", "4", "--stats"]
+    alone, decided = (
+        generate(folders, *flags, *more, tokens=12) for more in ((), ("--ties", "plain"))
+    )
+    assert text_in(decided) == text_in(alone)
+    assert "near ties decided by a plain pass: " in decided
+    assert "near ties" not in alone
+
+
 def test_a_seed_is_one_text_at_any_draft_length(folders: Path) -> None:
     """Of a draft model at temperature 1, where no rule is named."""
     flags = ["--draft-model", str(folders / "other"), "--temp", "1", "--seed", "3"]

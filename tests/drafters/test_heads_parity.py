@@ -137,7 +137,11 @@ def without_scaled_ranks(model: Any) -> None:
 
 def by_the_targets_head(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """Not by that of each layer."""
-    patch.setattr(MTPHead, "logits", lambda self, states: self.anatomy.logits(self.norm(states)))
+
+    def by_target(self: Any, states: mx.array, rows: Any = None) -> Any:
+        return self.anatomy.logits(self.norm(states))
+
+    patch.setattr(MTPHead, "logits", by_target)
 
 
 def drafts_stay(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
@@ -196,12 +200,12 @@ def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array, Any]]) -> C
     def apply(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
         step = gemma4_assistant.Gemma4Assistant.step
 
-        def wrong(self: Any, state: mx.array, token: mx.array, read: Any) -> Any:
+        def wrong(self: Any, state: mx.array, token: mx.array, read: Any, rows: Any) -> Any:
             ends, scale = self.anatomy, self.anatomy.width**0.5
             state, embedded, read = change(state, ends.embed(token) * scale, read)
             with pytest.MonkeyPatch.context() as inner:
                 inner.setattr(self, "anatomy", replace(ends, embedding=Given(embedded / scale)))
-                return step(self, state, token, read)
+                return step(self, state, token, read, rows)
 
         patch.setattr(gemma4_assistant.Gemma4Assistant, "step", wrong)
 

@@ -296,7 +296,7 @@ def test_a_heads_window_is_what_it_was_trained_on(tmp_path: Path) -> None:
     assert sd.load_head(folder, target, window=9).head.window == 9
     whole = sd.load_head(folder, target, window=0)
     assert {type(cache) for cache in whole.head.make_cache()} == {KVCache}
-    trained = heads.reference("eagle3").write(tmp_path / "b", trained_length=7)
+    trained = heads.reference("eagle3").write(tmp_path / "b", trained_length=14)
     assert sd.load_head(trained, target).head.window == 7
     of_target = heads.reference("mtp_deepseek_v3")
     mtp = sd.load_head(of_target.write(tmp_path / "mtp"), of_target.target())

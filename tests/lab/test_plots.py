@@ -36,7 +36,7 @@ def result(drafter: str, length: str, category: str, ratio: float) -> Result:
     speeds = {"ratio": ratio, "ratio_low": ratio - 0.1, "ratio_high": ratio + 0.2}
     others = dict.fromkeys(Result.__struct_fields__, 10) | {"drafted": 20}
     way = {"drafter": drafter, "draft_length": length, "rule": "", "category": category}
-    way |= {"session": "", "cost": ""}
+    way |= {"session": "", "cost": "", "kernels": ""}
     return Result(**others | speeds | way)
 
 

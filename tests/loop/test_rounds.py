@@ -207,7 +207,7 @@ class TimedPass:
 class TimedTarget:
     """A target that writes 1s, whose passes take a second each, one after the other."""
 
-    remembers = False
+    remembers, kernels = False, None
 
     def __init__(self, time: FakeTime) -> None:
         self.time, self.free_at, self.rollback = time, 0.0, Rollback([])

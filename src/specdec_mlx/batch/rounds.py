@@ -16,6 +16,7 @@ from time import perf_counter
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.arguments import argument_error
 from specdec_mlx.batch.passes import BatchPasses, SharedPasses, ToVerify, make_passes
 from specdec_mlx.batch.schedule import BatchText, BatchToken, OwnDrafting, Request, Rounds, Schedule
 from specdec_mlx.caches import note_other_thread
@@ -87,6 +88,9 @@ class BatchGeneration:
     _shared_drafts: SharedDrafts = field(default_factory=SharedDrafts)
 
     def __post_init__(self) -> None:
+        if self.options.ties is not None:
+            instead = "None for several texts, whose rows share passes; generate takes it"
+            raise argument_error("ties", self.options.ties, instead)
         self.passes = self.make_passes()
         self.kernels = make_kernels(self.options.kernels)
         if not self.passes.is_together:

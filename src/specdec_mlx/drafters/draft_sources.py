@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.arguments import check_int
+from specdec_mlx.arguments import AUTO, check_int
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, GoesOn, Session
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import (
@@ -25,6 +25,7 @@ from specdec_mlx.drafters.drawing import (
     sampling_of_drafts,
     truncate,
 )
+from specdec_mlx.drafters.shortlist import NarrowOutput, TextShortlist, check_draft_vocab
 from specdec_mlx.drafters.tree_drafts import TreeDraws
 
 # of new nodes of a tree; None in a chain, where each token follows the last token
@@ -32,15 +33,18 @@ Parents = Sequence[int] | None
 
 
 def check_way_of_writing(drafter: Any) -> None:
-    """Raise ValueError for wrong values of a drafter's draft_temp or branches."""
+    """Raise ValueError for wrong values of a drafter's draft_temp, branches or draft_vocab."""
     check_draft_temp(drafter.draft_temp)
     check_int("branches", drafter.branches, 1)
+    check_draft_vocab(getattr(drafter, "draft_vocab", AUTO))
 
 
 def way_of_writing(drafter: Any) -> str:
     """The options of a drafter that change its drafts, for its key."""
     branches = f", branches={drafter.branches}" if drafter.branches > 1 else ""
-    return f"greedy={drafter.greedy}, draft_temp={drafter.draft_temp}{branches}"
+    shortlist = getattr(drafter, "shortlist", None)
+    vocab = "" if shortlist is None else f", draft_vocab={shortlist.size}"
+    return f"greedy={drafter.greedy}, draft_temp={drafter.draft_temp}{branches}{vocab}"
 
 
 class DraftSource(ABC):
@@ -51,20 +55,35 @@ class DraftSource(ABC):
         at_once: `begin_draft` makes the `logits` [n, V] of a whole draft. Otherwise `next_logits`
             makes them token by token.
         places: rows in `logits`, of the end of the text and of each node of the draft.
+        text_shortlist: chooses rows of the output layer for this text, or None for all rows.
+        output_rows: the rows of the present draft, or None for all rows.
         log_confidences: log of the chances [n] that the source gives the tokens of its latest step.
             They may depend on earlier tokens, and not on these tokens. None without an estimate.
     """
 
     at_once = False
     logits: mx.array
+    text_shortlist: TextShortlist | None = None
+    output_rows: NarrowOutput | None = None
     log_confidences: mx.array | None = None
 
     def __init__(self, prompt: Sequence[int], context: DraftContext, num_unseen: int = 0) -> None:
         self.context = context
         self.num_unseen = num_unseen
+        self.prompt = prompt
         self.tokens = list(prompt)[num_unseen:]
         self.num_prompt = len(self.tokens)
         self.places = [0]  # in `logits`, of the text's end and of the draft's nodes
+
+    def choose_rows(self, text_shortlist: TextShortlist) -> None:
+        """Draft from some rows of the output layer from now on, chosen for the text so far."""
+        self.text_shortlist = text_shortlist
+        text_shortlist.read([*self.prompt[: self.num_unseen], *self.tokens])
+
+    def refresh_rows(self) -> None:
+        """Take the rows for the next draft. They stay until its end."""
+        assert self.text_shortlist is not None
+        self.output_rows = self.text_shortlist.refresh()
 
     @abstractmethod
     def begin_draft(self, limit: int) -> int:
@@ -96,6 +115,8 @@ class DraftSource(ABC):
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
+        if self.text_shortlist is not None:
+            self.text_shortlist.read(tokens)
 
     def close(self, length: int) -> None:
         """End the generation after the first `length` tokens of prompt and output."""
@@ -122,6 +143,8 @@ class WritingSession(Session):
         self.chances = Chances.of("model")
         self.tree: TreeDraws | None = None
         self.pace = Pace()
+        if (shortlist := getattr(drafter, "shortlist", None)) is not None:
+            source.choose_rows(shortlist.begin(source.context))
 
     @property
     def forks(self) -> bool:
@@ -130,6 +153,8 @@ class WritingSession(Session):
     def propose(self, limit: int) -> Draft:
         """A chain or a tree of `limit` tokens, or fewer if the source has no more."""
         source = self.source
+        if source.text_shortlist is not None:
+            source.refresh_rows()
         length = source.begin_draft(limit)
         if length and self.forks:
             text = source.context, self.sampling, source.tokens, source.num_prompt
@@ -144,6 +169,8 @@ class WritingSession(Session):
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         source = self.source
+        if source.text_shortlist is not None:
+            source.refresh_rows()
         length = source.begin_draft(limit)
 
         def estimate() -> mx.array | None:

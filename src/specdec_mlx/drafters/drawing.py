@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from specdec_mlx.arguments import argument_error
-from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, LogitsProcessor, Step
 from specdec_mlx.sampling import MOST_NUMBERS, TEMPS, Sampling, is_temp
 from specdec_mlx.token_ids import to_ids
 
@@ -23,6 +23,9 @@ NextLogits = Callable[[mx.array | None], mx.array]
 
 DRAWN_AT_ONCE = 4
 """Tokens whose noise is drawn together if the length of the draft is unknown."""
+
+IMPOSSIBLE = -1e4
+"""Logit of a token that a drafter cannot propose, as logits processors see it. float16 has it."""
 
 GOES_ON = 0.75  # chance that a draft goes on after its first token, as in a draft of 4 tokens
 
@@ -73,8 +76,8 @@ class ChainDraws:
         """
         num_rows = logits.shape[0]
         logits = match_vocab(logits, self._context.vocab_size)
-        for processor in self._context.logits_processors:
-            logits = processor(self._seen, logits)
+        if self.one_by_one:
+            logits = processed(logits, self._seen, self._context.logits_processors)
         rows = noisy = logits
         if self.is_drawn:
             rows = self._sampling.log_distribution(logits)
@@ -239,6 +242,28 @@ def match_vocab(logits: mx.array, vocab_size: int | None) -> mx.array:
     if width > vocab_size:
         return logits[:, :vocab_size]
     return mx.pad(logits, [(0, 0), (0, vocab_size - width)], constant_values=-mx.inf)
+
+
+def spread(logits: mx.array, ids: mx.array, vocab_size: int) -> mx.array:
+    """Logits [n, V] from the logits [n, k] of tokens [n, k]. All other tokens get -inf."""
+    wide = mx.full((logits.shape[0], vocab_size), -mx.inf, logits.dtype)
+    return mx.put_along_axis(wide, ids, logits, axis=-1)
+
+
+def processed(
+    logits: mx.array, text: mx.array | None, processors: Sequence[LogitsProcessor]
+) -> mx.array:
+    """Logits [1, V] after the processors, which read the tokens [n] of the text.
+
+    If the processors leave only tokens that the drafter cannot propose, these are equally likely.
+    """
+    # With -inf there, such a row would have no token at all, and NaN as its distribution.
+    logits = mx.maximum(logits, IMPOSSIBLE)
+    for processor in processors:
+        logits = processor(text, logits)
+    is_possible = logits > IMPOSSIBLE / 2
+    has_any = mx.any(is_possible, axis=-1, keepdims=True)
+    return mx.where(is_possible | ~has_any, logits, -mx.inf)
 
 
 def check_draft_temp(draft_temp: float | None) -> None:

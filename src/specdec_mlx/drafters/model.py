@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, can_trim_prompt_cache, make_prompt_cache
 
-from specdec_mlx.arguments import argument_error
+from specdec_mlx.arguments import AUTO, argument_error
 from specdec_mlx.caches import (
     READABLE,
     Rollback,
@@ -36,6 +37,7 @@ from specdec_mlx.drafters.shared_vocabulary import (
     log_foreign,
     shared_between,
 )
+from specdec_mlx.drafters.shortlist import Shortlist, shortlist_of
 from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids
@@ -63,6 +65,10 @@ class ModelDrafter(Drafter):
             the target's tokenizer (see `drafters.tree_drafts`).
         on_every_rank: each machine of a target that is spread over several machines runs the draft
             model. By default the first machine runs it and sends its distributions.
+        draft_vocab: tokens that a draft may contain, chosen again as the text grows (see
+            `drafters.shortlist`). A number, "off" for all tokens, or the file of a memory or of a
+            table of n-grams, whose counts help to choose. "auto" decides by the bytes that it
+            saves.
         window: number of latest positions that the model sees beside the first positions, None
             for all. Layers that have windows or recurrent states of their own stay as they are.
 
@@ -77,6 +83,7 @@ class ModelDrafter(Drafter):
     tokenizers: str = "any"
     branches: int = 1
     on_every_rank: bool = False
+    draft_vocab: int | str | Path = AUTO
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -109,8 +116,16 @@ class ModelDrafter(Drafter):
         """
         if (shared := self.shared_with(context)) is not None:
             log_foreign(shared)
-        elif context.draft_cache is not None:
+            return
+        if context.draft_cache is not None:
             check_caches_fit(self.model, context.draft_cache)
+        if self.shortlist is not None:
+            self.shortlist.check(context)
+
+    @cached_property
+    def shortlist(self) -> Shortlist | None:
+        """The tokens that it may draft, or None for all. Raises ValueError."""
+        return shortlist_of(self.model, self.draft_vocab)
 
     def keeps_draft_cache(self, context: DraftContext) -> bool:
         return self.shared_with(context) is None
@@ -208,7 +223,9 @@ class ModelReader(DraftSource):
         if self.most_id is not None:
             ids = mx.minimum(ids, self.most_id)
         call = None if tree is None else partial(tree_pass, rows=tree)
-        return self.rollback.forward(self.model, ids, call)
+        if self.output_rows is None:
+            return self.rollback.forward(self.model, ids, call)
+        return self.output_rows.logits(partial(self.rollback.forward, self.model, ids, call))
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""

@@ -6,6 +6,7 @@ Each text has a row of the caches. The first text that asks in a round draws dra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.drawing import ChainDraws, truncate
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter
+from specdec_mlx.drafters.shortlist import NarrowOutput, TextShortlist
 from specdec_mlx.exactness.probe import can_hold_rows
 
 
@@ -32,9 +34,10 @@ class SharedDrafts:
     def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin a text. It drafts alone for trees, and where passes cannot be shared."""
         model = drafter.model
-        key = id(model), type(drafter), getattr(drafter, "window", None)
+        # A drafter's list is made once, and drafters with different lists share no passes.
+        key = id(model), type(drafter), getattr(drafter, "window", None), id(drafter.shortlist)
         if key not in self._by_model:
-            self._by_model[key] = model, passes_of(drafter)
+            self._by_model[key] = drafter, passes_of(drafter, context)
         passes = self._by_model[key][1]
         alone: WritingSession = drafter.begin(prompt, replace(context, shared_drafts=None))
         if passes is None or drafter.branches > 1:
@@ -42,7 +45,7 @@ class SharedDrafts:
         return SharedSession(passes, alone)
 
 
-def passes_of(drafter: Any) -> DraftPasses | None:
+def passes_of(drafter: Any, context: DraftContext) -> DraftPasses | None:
     """Shared passes of a drafter, or None if its passes cannot be shared."""
     model, kind = drafter.model, type(drafter)
     is_head = kind is HeadDrafter and getattr(model, "moves_on", False)
@@ -53,7 +56,8 @@ def passes_of(drafter: Any) -> DraftPasses | None:
     fresh = make_cache()
     may_share = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
     caches = BatchCaches.like(fresh) if may_share else None
-    return None if caches is None else DraftPasses(model, make_cache, caches, is_head)
+    rows = None if drafter.shortlist is None else drafter.shortlist.begin(context)
+    return None if caches is None else DraftPasses(model, make_cache, caches, is_head, rows)
 
 
 @dataclass
@@ -64,6 +68,8 @@ class DraftPasses:
         model: the draft model or the head.
         make_cache: makes empty caches of a single text.
         is_head: the model is a head, which reads a state and the token after it.
+        text_shortlist: chooses rows of the output layer for all texts, or None for all rows.
+        output_rows: the rows of the present draft, or None for all rows.
         sessions: sessions of the rows, in order.
         joining: sessions that have no row yet.
     """
@@ -72,6 +78,8 @@ class DraftPasses:
     make_cache: Callable[[], list[Any]]
     caches: BatchCaches
     is_head: bool
+    text_shortlist: TextShortlist | None = None
+    output_rows: NarrowOutput | None = None
     sessions: list[SharedSession] = field(default_factory=list)
     joining: list[SharedSession] = field(default_factory=list)
 
@@ -80,6 +88,8 @@ class DraftPasses:
         self.update()
         if asked_by not in self.sessions:
             return
+        if self.text_shortlist is not None:
+            self.output_rows = self.text_shortlist.refresh(len(self.sessions))
         # Extra rows are nearly free, so all texts get a draft even if only one text asked.
         self.read_ahead(MOST_PENDING)
         made, tokens = self.read(self.num_unread()), list[mx.array]()
@@ -104,6 +114,8 @@ class DraftPasses:
             else:
                 self.caches.add(alone.caches, alone.end)
                 self.sessions.append(session)
+                if self.text_shortlist is not None:
+                    session.source.choose_rows(self.text_shortlist)
         staying = [(row, x) for row, x in enumerate(self.sessions) if not x.has_ended]
         self.caches.keep([row for row, _ in staying])
         self.sessions = [session for _, session in staying]
@@ -144,14 +156,17 @@ class DraftPasses:
             width = max(map(len, ids))
             padded = [mx.pad(x, [(0, width - x.shape[0]), (0, 0)]) for x in states]
             call = partial(call.forward, mx.stack(padded))
-        made = self.caches.feed(call, ids)
+        with (
+            nullcontext() if self.output_rows is None or self.is_head else self.output_rows.in_use()
+        ):
+            made = self.caches.feed(call, ids)
         return [made[row, len(text) - 1][None] for row, text in enumerate(ids)]
 
     def logits(self, made: list[mx.array]) -> Sequence[mx.array]:
         """Logits [1, V] of each text, from the outputs of a pass."""
         if not self.is_head:
-            return made
-        return list(mx.split(self.model.logits(mx.concatenate(made)), len(made)))
+            return made if self.output_rows is None else list(map(self.output_rows.widen, made))
+        return list(mx.split(self.model.logits(mx.concatenate(made), self.output_rows), len(made)))
 
     def note(self) -> None:
         # Waiting states take memory, in proportion to the texts.

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, chain
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.drafters.drawing import match_vocab
+from specdec_mlx.drafters.drawing import match_vocab, processed
 from specdec_mlx.models.anatomy import top_tokens
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.token_ids import read_all, to_ids
@@ -175,8 +175,7 @@ class TreeDraws:
         rows: list[mx.array] = list(mx.split(logits, len(nodes)))
         for i, node in enumerate(nodes):
             seen = to_ids([*self.text, *(self.tokens[above] for above in self._path(node))])
-            for processor in self.context.logits_processors:
-                rows[i] = processor(seen, rows[i])
+            rows[i] = processed(rows[i], seen, self.context.logits_processors)
         return mx.concatenate(rows)
 
     def _without_replacement(

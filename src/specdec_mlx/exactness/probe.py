@@ -264,13 +264,13 @@ def can_hold_rows(model: nn.Module) -> bool:
 
 def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
     """Feed three texts in a padded pass, shorten each differently, and feed one more token."""
-    texts: Any = _random_tokens(model, 16 * len(TEXT_LENGTHS)).reshape(-1, 16).tolist()
+    texts: Any = random_tokens(model, 16 * len(TEXT_LENGTHS)).reshape(-1, 16).tolist()
     about = list(zip(texts, TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT, strict=True))
     expected = []
     for text, length, width, num_kept in about:
-        alone = _prefilled(model, mx.array(text[: length + num_kept]))
+        alone = prefilled(model, mx.array(text[: length + num_kept]))
         expected.append(model(mx.array([[text[length + width]]]), cache=alone)[0, -1])
-        rows.add(_prefilled(model, mx.array(text[:length])), length)
+        rows.add(prefilled(model, mx.array(text[:length])), length)
     mx.eval(rows.feed(model, [text[start : start + width] for text, start, width, _ in about]))
     lengths = rows.go_back([length + num_kept for _, length, _, num_kept in about])
     again = [  # the kept tokens that went with recurrent state, and the next token
@@ -290,7 +290,7 @@ def tree_report(
     shift: further positions that the caches claim. kernels: of the pass over the tree.
     """
     size = len(TREE)
-    tokens = _random_tokens(model, context + 1 + size)
+    tokens = random_tokens(model, context + 1 + size)
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, TREE))] for i in range(-1, size)]
 
@@ -304,7 +304,7 @@ def tree_report(
         around = kernels_around(kernels, model, size + 1, context + shift, probe=False)
         return within(around, partial(tree_pass, model, ids, caches, TreeLayout.after(1, TREE)))
 
-    passes = SinglePasses(model, _prefilled(model, tokens[:context], shift), alone)
+    passes = SinglePasses(model, prefilled(model, tokens[:context], shift), alone)
     return _report(passes, wide, size + 1, context)
 
 
@@ -313,7 +313,7 @@ def _logits(model: nn.Module, tokens: mx.array, caches: list[Any]) -> mx.array:
     return logits
 
 
-def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
+def prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     """Caches that hold tokens [n] and claim `shift` positions before them."""
     caches = [with_offset_shift(cache, shift) for cache in make_prompt_cache(model)]
     for i in range(0, tokens.shape[0], STEP):
@@ -330,7 +330,7 @@ def compare(
     kernels: Kernels | None = None,
 ) -> tuple[list[WidthReport], SinglePasses]:
     longest, context, shift = max(widths), place.context, place.shift
-    tokens = _random_tokens(model, context + longest, text)
+    tokens = random_tokens(model, context + longest, text)
 
     def alone(start: list[Any]) -> list[Run]:
         caches = copy.deepcopy(start)
@@ -341,7 +341,7 @@ def compare(
         around = kernels_around(kernels, model, width, context + shift, probe=False)
         return within(around, partial(rollback.forward, model, tokens[context : context + width]))
 
-    passes = SinglePasses(model, _prefilled(model, tokens[:context], shift), alone)
+    passes = SinglePasses(model, prefilled(model, tokens[:context], shift), alone)
     states, reports = recurrent_states_of(model), []
     for width in widths:
         report = _report(passes, partial(wide, width), width, context + shift)
@@ -400,7 +400,7 @@ def _of_logits(logits: mx.array, expected: mx.array, context: int) -> WidthRepor
     )
 
 
-def _random_tokens(model: nn.Module, num_tokens: int, text: int = 0) -> mx.array:
+def random_tokens(model: nn.Module, num_tokens: int, text: int = 0) -> mx.array:
     vocab_size = anatomy_of(model).vocab_size
     return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(text))
 

@@ -63,6 +63,21 @@ class FileHeader(Struct, kw_only=True, forbid_unknown_fields=True):
     tokenizer: str | None
 
 
+N_GRAMS = "n-grams"  # kind of a table's file
+
+
+class TableHeader(FileHeader, kw_only=True):
+    """Header of a file of n-grams. The tokens and the count of each n-gram follow, by order.
+
+    Attributes:
+        bounds: max_order, min_order, max_entries.
+        orders: (order, number of n-grams) each.
+    """
+
+    bounds: tuple[int, int, int]
+    orders: list[tuple[Count, Count]]
+
+
 H = TypeVar("H", bound=FileHeader)
 S = TypeVar("S", bound=Struct)
 

@@ -90,7 +90,8 @@ class Command:
         how = flags.num_draft_tokens, flags.rule, None, flags.grammar
         # Commands without the flag always seed MLX.
         is_seeded = getattr(namespace, "seed", 0) is not None
-        self.speculation = Speculation(drafter, *how, is_seeded=is_seeded, kernels=flags.kernels)
+        more: dict[str, Any] = {"kernels": flags.kernels, "ties": getattr(namespace, "ties", None)}
+        self.speculation = Speculation(drafter, *how, is_seeded=is_seeded, **more)
         self.stack.callback(flags.save_memory)
         self.stack.enter_context(in_force(self.speculation))
 
@@ -175,6 +176,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, kind in (("--top-k", int), ("--min-p", float)):
         if flag not in parser._option_string_actions:
             parser.add_argument(flag, type=kind, help=f"Sampling {flag[2:]}")
+    what = "Let plain passes decide where rounding could exchange two tokens (greedy, or a seed)."
+    parser.add_argument("--ties", choices=("plain",), help=what)
     parser.set_defaults(**dict.fromkeys(ARGUMENTS.values()))
 
 

@@ -235,7 +235,8 @@ RARE = (
     "trust-remote-code extra-eos-token prefill-response xtc-probability xtc-threshold "
     "min-tokens-to-keep ignore-chat-template use-default-chat-template chat-template-config "
     "max-kv-size prefill-step-size quantize-activations kv-bits kv-group-size "
-    "quantized-kv-start pipeline draft-layers rule kernels no-tuning online lark"
+    "quantized-kv-start pipeline draft-layers draft-vocab rule kernels ties no-tuning online "
+    "lark"
 )
 """Flags of mlx-lm's and ours that most people never need."""
 

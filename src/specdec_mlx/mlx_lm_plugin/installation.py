@@ -107,7 +107,7 @@ class Speculation:
     """How mlx-lm's calls speculate while this is in force, and the account of the latest call.
 
     Attributes:
-        drafter, num_draft_tokens, rule, tokenizer, kernels: as in `speculate`.
+        drafter, num_draft_tokens, rule, tokenizer, kernels, ties: as in `speculate`.
         grammar: of each text, or None. It needs the tokenizer.
         stats: of the latest generation. None before the first.
         is_seeded: MLX's global state, which `mx.random.seed` sets, is the caller's seed.
@@ -121,6 +121,7 @@ class Speculation:
     stats: SpeculationStats | None = None
     is_seeded: bool = True
     kernels: Kernels | None = None
+    ties: str | None = None
 
     def steps(
         self,
@@ -143,6 +144,7 @@ class Speculation:
             drafter=drafter,
             num_draft_tokens=length,
             rule=self.rule,
+            ties=self.ties,
             seed=self.new_seed(),
             tokenizer=self.tokenizer,
             logits_processors=processors,

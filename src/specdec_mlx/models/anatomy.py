@@ -50,8 +50,9 @@ Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 
 _watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar("watchers", default=())
 _handing: ContextVar[Callable[[nn.Module, Any], Any] | None] = ContextVar("handing", default=None)
+_stand_ins: ContextVar[Mapping[int, nn.Module] | None] = ContextVar("stand_ins", default=None)
 _answers: ContextVar[Mapping[Function, Answer] | None] = ContextVar("answers", default=None)
-"""Watchers, hand and answers of the pass that this thread builds."""
+"""Watchers, hand, stand-ins and answers of the pass that this thread builds."""
 
 
 _lock = Lock()
@@ -116,6 +117,18 @@ def handing(
     return _swapped(by_id, _report, _stop_reporting, _handing, hand)
 
 
+def standing_in(
+    pairs: Sequence[tuple[nn.Module, nn.Module]],
+) -> AbstractContextManager[None]:
+    """Make logits with the second module of each pair, where a pass calls the first one.
+
+    Embeddings that also make the logits still embed with all their rows.
+    """
+    by_id: dict[Any, nn.Module] = {id(module): module for module, _ in pairs}
+    stand_ins = {id(module): stand_in for module, stand_in in pairs}
+    return _swapped(by_id, _report, _stop_reporting, _stand_ins, stand_ins)
+
+
 _set = object.__setattr__  # past MLX's setter, which looks for parameters
 
 
@@ -144,13 +157,18 @@ def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
 @cache
 def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
     def reporting(name: str) -> Callable[..., Any]:
+        # An embedding that also makes the logits does so by `as_linear`, the last of the methods.
+        makes_logits = name == methods[-1]
+
         @wraps(getattr(kind, name))  # other code reads the signature of a module's call
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             hand = _handing.get()
             if hand is not None and args:
                 args = hand(self, args[0]), *args[1:]
+            stand_in = (_stand_ins.get() or {}).get(id(self)) if makes_logits else None
+            module = self if stand_in is None else stand_in
             # Looked up for each call: kernels may replace the method of the class in this pass.
-            output = getattr(kind, name)(self, *args, **kwargs)
+            output = getattr(kind, name)(module, *args, **kwargs)
             for watcher in _watchers.get():
                 watcher((self, args[0] if args else None, output))
             return output

@@ -66,6 +66,7 @@ class SpeculationStats(Rows):
         replayed: of these, computed again for recurrent caches.
         drafted, accepted: draft tokens.
         cut: tokens verified beyond max_tokens.
+        ties: rounds whose last token a further, plain pass decided (see `Options.ties`).
         rounds: (drafted, accepted) of each round.
         by_drafter: key -> [drafted, accepted].
         decode_seconds: of all rounds except the first.
@@ -84,6 +85,7 @@ class SpeculationStats(Rows):
     drafted: int = 0
     accepted: int = 0
     cut: int = 0
+    ties: int = 0
     rounds: list[tuple[int, int]] = field(default_factory=list)
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
     decode_seconds: float = 0.0
@@ -111,6 +113,7 @@ class SpeculationStats(Rows):
         self.drafted += round_.drafted
         self.accepted += round_.accepted
         # A round verifies accepted + 1 tokens. Those that were not emitted fell to max_tokens.
+        self.ties += round_.tied
         self.cut += round_.accepted + 1 - round_.emitted
         self.draft_seconds += round_.draft_seconds
         self.verify_seconds += round_.verify_seconds
@@ -144,8 +147,8 @@ class SpeculationStats(Rows):
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens emitted per pass of the target; plain decoding has 1."""
-        return self.emitted / self.target_passes if self.target_passes else 0.0
+        """Tokens emitted per pass of the target, ties included; plain decoding has 1."""
+        return self.emitted / (self.target_passes + self.ties) if self.target_passes else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -211,6 +214,8 @@ class SpeculationStats(Rows):
         by_drafter = "\naccepted of drafted: " + ", ".join(shares) if len(shares) > 1 else ""
         if self.why_none and not self.drafted:
             by_drafter = f"\nnothing drafted: {self.why_none}"
+        if self.ties:
+            by_drafter += f"\nnear ties decided by a plain pass: {self.ties}"
         if self.num_unnamed:
             unknown = f"the caches hold {self.num_unnamed} tokens that nobody named"
             by_drafter += f"\nhistory unknown: {unknown}"

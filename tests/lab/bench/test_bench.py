@@ -116,6 +116,17 @@ def test_a_drafter_has_a_row_with_kernels_and_one_without() -> None:
     assert "kernels" not in format_record(record_of())
 
 
+def test_near_ties_that_plain_passes_decide_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their passes count among all passes; the table has the column where there are ties."""
+    monkeypatch.setattr("specdec_mlx.target.tie_bound", lambda model, kernels: 1e9)
+    result = only(record := bench(num_texts=1, settings=replace(ONCE, ties="plain")), LOOKUP)
+    assert result.ties == result.drafting_share * result.target_passes > 0
+    assert result.identical == 1
+    assert result.tokens_per_pass < 1
+    assert re.search(r"\| drafting \| ties \|", format_record(record))
+    assert "| ties |" not in format_record(record_of())
+
+
 def test_texts_are_identical_and_counts_add_up() -> None:
     """Greedy: every text is plain decoding's. Sums over categories are those of "all"."""
     record = bench([LOOKUP, "none"], ["2", "5"])

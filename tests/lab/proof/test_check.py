@@ -555,6 +555,16 @@ def test_the_command_passes_at_temperature_0(folder: Path, tmp_path: Path) -> No
     assert not_drawn == DRAWN_PARTS
 
 
+def test_ties_of_greedy_texts_are_decided_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If every row is a tie, each round takes a plain pass, and the report says how many."""
+    monkeypatch.setattr("specdec_mlx.target.tie_bound", lambda model, kernels: 1e9)
+    given = subject(model_drafter(), sampling=GREEDY, ties="plain")
+    finding = check_greedy(given, WORK)
+    assert finding.status == "passed"
+    assert finding.numbers["ties_decided"] > 0
+    assert f"plain passes decided {finding.numbers['ties_decided']} near ties" in finding.verdict
+
+
 @in_one_test("seed", [None, 0, 2])
 def test_what_is_checked_is_the_rule_that_a_call_would_take(
     seed: int | None, monkeypatch: pytest.MonkeyPatch
@@ -576,12 +586,13 @@ def test_flags_reach_the_check(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Hello."}) + "\n")
     flags = "--drafter ngram:max_order=3 --temp 0.7 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 2"
-    flags += " --rule coupled --num-draft-tokens 3 --budget 7 --texts 9000"
+    flags += " --rule coupled --ties plain --num-draft-tokens 3 --budget 7 --texts 9000"
     assert cli.main(["check", *f"--model {folder} --prompts {prompts} {flags}".split()]) == 1
     assert check.call_args.kwargs == {
         "drafter": sd.NGramDrafter(max_order=3),
         "sampler": sd.Sampling(0.7, 0.9, 0.1, top_k=5),
         "rule": "coupled",
+        "ties": "plain",
         "num_draft_tokens": 3,
         "prompts": ["Hello."],
         "budget": 7.0,

@@ -53,14 +53,17 @@ class DraftModel:
     Attributes:
         name: a loaded model, or the folder or Hugging Face repository of a model or a head.
         layers: draft with this number of the model's first layers.
+        vocab: `draft_vocab` of its drafters, unless their options name it.
     """
 
     name: Any = None
     layers: int | None = None
+    vocab: int | str | None = None
 
     @property
     def flags(self) -> dict[str, str]:
-        return {} if self.layers is None else {"--draft-layers": str(self.layers)}
+        values = {"--draft-layers": self.layers, "--draft-vocab": self.vocab}
+        return {flag: str(value) for flag, value in values.items() if value is not None}
 
     @cached_property
     def is_head(self) -> bool:
@@ -95,6 +98,8 @@ class DraftModel:
             DraftModelError: an option does not fit this kind of model.
             ValueError: as in `make_drafter`.
         """
+        if self.vocab is not None and "draft_vocab" not in split_spec(spec)[1]:
+            spec += f"{',' if ':' in spec else ':'}draft_vocab={self.vocab}"
         if not self.is_head:
             model, tokenizer = self.pair
             return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
@@ -256,7 +261,7 @@ def named_model(arguments: argparse.Namespace) -> DraftModel:
     """
     target, say = getattr(arguments, "model", None), partial(print, file=sys.stderr)
     arguments.draft_model = resolve_auto(target, arguments.draft_model, say)
-    model = DraftModel(arguments.draft_model, arguments.draft_layers)
+    model = DraftModel(arguments.draft_model, arguments.draft_layers, arguments.draft_vocab)
     if model.flags and not arguments.draft_model:
         raise DraftModelError(f"{', '.join(model.flags)}: give --draft-model MODEL as well.")
     return model

@@ -6,6 +6,8 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,11 +15,21 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 
+from specdec_mlx.arguments import AUTO
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, Features, Session
 from specdec_mlx.drafters.draft_sources import WritingSession, check_way_of_writing, way_of_writing
+from specdec_mlx.drafters.drawing import spread
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import RecurrentSource
 from specdec_mlx.drafters.reduced_models import HEADS, some_rows
+from specdec_mlx.drafters.shortlist import (
+    NarrowOutput,
+    OutputLayer,
+    Shortlist,
+    bytes_of,
+    bytes_read,
+    make_shortlist,
+)
 from specdec_mlx.errors import HeadError
 from specdec_mlx.models.anatomy import Anatomy, anatomy_of
 from specdec_mlx.window_cache import limit_to_window
@@ -52,12 +64,6 @@ class DraftVocabulary:
         """Logits [n, V] from [n, Vd]. Tokens that the head cannot propose get -inf."""
         ids = mx.broadcast_to(self.ids, logits.shape)
         return spread(logits, ids, self.anatomy.vocab_size)
-
-
-def spread(logits: mx.array, ids: mx.array, vocab_size: int) -> mx.array:
-    """Logits [n, V] from the logits [n, k] of tokens [n, k]. All other tokens get -inf."""
-    wide = mx.full((logits.shape[0], vocab_size), -mx.inf, logits.dtype)
-    return mx.put_along_axis(wide, ids, logits, axis=-1)
 
 
 def within(ids: mx.array, table: mx.array) -> mx.array:
@@ -156,8 +162,13 @@ class Head(nn.Module):  # type: ignore[misc]
             return self.anatomy.embed(tokens)
         return table(within(tokens, table.weight))
 
-    def logits(self, states: mx.array) -> mx.array:
-        """Logits [n, V] of states [n, D]. Tokens outside the draft vocabulary get -inf."""
+    def logits(self, states: mx.array, rows: NarrowOutput | None = None) -> mx.array:
+        """Logits [n, V] of states [n, D]. Tokens outside the draft vocabulary get -inf.
+
+        rows: the rows to compute, None for all. All other tokens get -inf too.
+        """
+        if rows is not None:
+            return rows.logits(lambda: self.draft_logits(states))
         logits = self.draft_logits(states)
         return logits if self.vocabulary is None else self.vocabulary.widen(logits)
 
@@ -166,6 +177,38 @@ class Head(nn.Module):  # type: ignore[misc]
         if "lm_head" in self:
             return self.lm_head(states)
         return (self.vocabulary or self.anatomy).logits(states)
+
+    @property
+    def output_modules(self) -> list[nn.Module]:
+        """The modules that make its logits, with a row for each token, or none."""
+        if "lm_head" in self:
+            return [level.lm_head for level in self.levels or [self]]
+        if self.vocabulary is not None:
+            return [] if self.vocabulary.head is None else [self.vocabulary.head]
+        return [self.anatomy.head_tap().module]
+
+    @property
+    def tokens_a_pass(self) -> int:
+        """Draft tokens for which all of its weights are read once."""
+        return 1
+
+    def output_layer(self) -> OutputLayer:
+        modules, known = self.output_modules, [id(part) for part in self.modules()]
+        width, ids = self.anatomy.vocab_size, None
+        if self.vocabulary is not None:
+            ids = self.vocabulary.ids
+        elif modules:
+            width = modules[0].weight.shape[0] if isinstance(modules[0], HEADS) else width
+        table = self.get("embed_tokens")
+        # A step reads one row of the embeddings, unless they also make the logits.
+        is_read = table is None or any(table is module for module in modules)
+        shared = [module for module in modules if id(module) not in known]
+        step_bytes = bytes_read(self) + sum(map(bytes_of, shared))
+        step_bytes -= 0 if is_read else bytes_of(table)
+        can_narrow = all(isinstance(module, HEADS) for module in modules)
+        return OutputLayer(
+            modules if can_narrow else [], step_bytes, width, ids, self.tokens_a_pass
+        )
 
     def log_confidences(self, states: mx.array, before: mx.array | None) -> mx.array | None:
         """Log of the chances [n] that the tokens of states [n, D] are accepted, or None if unknown.
@@ -221,6 +264,10 @@ class RecurrentHead(Head):
     def levels(self) -> Sequence[RecurrentHead]:  # type: ignore[override]
         return [self, *self.get("further", ())]
 
+    @property
+    def tokens_a_pass(self) -> int:
+        return 1 if self.moves_on else len(self.levels)
+
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] of n more positions, from states [n, D] and the tokens [n] after them."""
         return self.forward(states[None], tokens[None], cache)[0]
@@ -261,6 +308,7 @@ class HeadDrafter(Drafter):
         name: folder or repository.
         branches: most tokens at one position. With more than 1, drafts are trees.
         on_every_rank: see `ModelDrafter`.
+        draft_vocab: see `load_head`.
     """
 
     head: Head
@@ -269,6 +317,7 @@ class HeadDrafter(Drafter):
     name: str = ""
     branches: int = 1
     on_every_rank: bool = False
+    draft_vocab: int | str | Path = AUTO
 
     def __post_init__(self) -> None:
         check_way_of_writing(self)
@@ -287,6 +336,11 @@ class HeadDrafter(Drafter):
     def features(self) -> Features:
         return self.head.features
 
+    @cached_property
+    def shortlist(self) -> Shortlist | None:
+        """The tokens that it may draft, or None for all. Raises ValueError."""
+        return make_shortlist(self.draft_vocab, self.head.output_layer)
+
     @property
     def key(self) -> str:
         content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
@@ -294,7 +348,10 @@ class HeadDrafter(Drafter):
 
     def describe(self) -> str:
         """The kind and the variant of the head, in one line."""
-        return "; ".join([f"{self.name or 'a head'}: {self.head.kind}", *self.head.notes()])
+        notes = self.head.notes()
+        if self.shortlist is not None:
+            notes.append(self.shortlist.describe())
+        return "; ".join([f"{self.name or 'a head'}: {self.head.kind}", *notes])
 
     def __repr__(self) -> str:
         return f"<HeadDrafter {self.describe()}>"
@@ -307,6 +364,8 @@ class HeadDrafter(Drafter):
                 f"{self.describe()} was loaded for a target with {size} tokens, and "
                 f"this one has {context.vocab_size}. Load it for this target."
             )
+        if self.shortlist is not None:
+            self.shortlist.check(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         if context.shared_drafts is not None:

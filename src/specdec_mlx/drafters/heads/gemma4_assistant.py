@@ -27,7 +27,9 @@ from specdec_mlx.contracts import (
     ReadsCache,
 )
 from specdec_mlx.drafters.draft_sources import DraftSource, Parents
-from specdec_mlx.drafters.heads.drafter import Config, Head, spread
+from specdec_mlx.drafters.drawing import spread
+from specdec_mlx.drafters.heads.drafter import Config, Head
+from specdec_mlx.drafters.shortlist import NarrowOutput
 from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
 
@@ -88,7 +90,9 @@ class AssistantSource(DraftSource):
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
         last = to_ids(self.tokens[-1:]) if tokens is None else tokens
-        logits, self.next_state = self.head.step(self.next_state, last, self.read_caches)
+        logits, self.next_state = self.head.step(
+            self.next_state, last, self.read_caches, self.output_rows
+        )
         return logits
 
 
@@ -122,7 +126,11 @@ class Gemma4Assistant(Head):
         return replace(super().features, caches=caches)
 
     def step(
-        self, state: mx.array, token: mx.array, read: Mapping[str, KeysValues]
+        self,
+        state: mx.array,
+        token: mx.array,
+        read: Mapping[str, KeysValues],
+        rows: NarrowOutput | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Logits [1, V] after a state [1, D] and a token [1], and the next state."""
         # x(i) = pre_projection [embed(token i) * sqrt(D), h(i)]
@@ -134,12 +142,20 @@ class Gemma4Assistant(Head):
             h, _, _ = layer(h, shared_kv=(keys, values), offset=offset)
         normed = self.norm(h[0])
         # logits of token i + 1 = head(s(i)), h(i + 1) = post_projection s(i)
-        return self.logits(normed), self.post_projection(normed)
+        return self.logits(normed, rows), self.post_projection(normed)
 
-    def logits(self, states: mx.array) -> Any:
+    def draft_logits(self, states: mx.array) -> Any:
+        return self.embed_tokens.as_linear(states)
+
+    @property
+    def output_modules(self) -> list[nn.Module]:
+        # A step computes the rows of a few groups only.
+        return [] if "masked_embedding" in self else [self.embed_tokens]
+
+    def logits(self, states: mx.array, rows: NarrowOutput | None = None) -> Any:
         """Logits [n, V] of states [n, d]. Tokens of other groups get -inf."""
         if "masked_embedding" not in self:
-            return self.embed_tokens.as_linear(states)
+            return super().logits(states, rows)
         groups = self.masked_embedding
         scores, order = groups.centroids(states), groups.token_ordering
         chosen = top_tokens(scores, self.num_chosen)

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
-from specdec_mlx.arguments import check_int, installed, load, make_with, split_spec
+from specdec_mlx.arguments import AUTO, check_int, installed, load, make_with, split_spec
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.drawing import check_draft_temp
 from specdec_mlx.drafters.heads.drafter import (
@@ -43,6 +43,7 @@ from specdec_mlx.drafters.heads.mtp import (
 from specdec_mlx.drafters.heads.one_pass import DFlash, Medusa, block_options
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.shortlist import check_draft_vocab
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models.anatomy import Anatomy
 from specdec_mlx.models.loading import load_model
@@ -159,15 +160,17 @@ def width_read(config: Config) -> int | None:
     return width or text_part(config).get("hidden_size")
 
 
-def trained_length(config: Config, *, is_of_target: bool) -> int | None:
-    """Tokens of the texts that a head was trained on, or None if its config does not say.
+def trained_window(config: Config, *, is_of_target: bool) -> int | None:
+    """Positions that a head looked back in its training, or None if its config does not say.
 
     is_of_target: the other entries of the config may describe the target.
     """
-    lengths = [config.get(TRAINED_LENGTH)]
-    if not is_of_target:
-        lengths.append(text_part(config).get("max_position_embeddings"))
-    return next((n for n in lengths if type(n) is int and n > 0), None)
+    if type(length := config.get(TRAINED_LENGTH)) is int and length > 1:
+        # A position of a training text saw half of the text on average. With half of the length,
+        # both of the lab's heads guess better than with all of it (`benchmarks.windows`).
+        return length // 2
+    most = None if is_of_target else text_part(config).get("max_position_embeddings")
+    return most if type(most) is int and most > 0 else None
 
 
 def check_sizes(files: HeadFiles, anatomy: Anatomy) -> None:
@@ -411,6 +414,7 @@ def load_head(
     layers: Sequence[int] | None = None,
     pre_norm: bool | None = None,
     norms_less_one: bool | None = None,
+    draft_vocab: int | str | Path = AUTO,
     window: int | None = None,
     torch_files: bool = True,
 ) -> HeadDrafter | ModelDrafter:
@@ -431,9 +435,13 @@ def load_head(
         layers: layers of the target, from 0, whose outputs the head reads, if its config is wrong.
         pre_norm: the head reads the state before the final norm. None takes its family's default.
         norms_less_one: its norms are stored as w - 1. None takes its family's default.
+        draft_vocab: tokens that a draft may contain, chosen again as the text grows. A number,
+            "off" for all tokens, or the file of a memory or of a table of n-grams, whose counts
+            help to choose. "auto" takes 4,096 tokens or a 16th of the vocabulary if this saves half
+            of the bytes of a draft token.
         window: number of latest positions of a text that the head sees, beside the first 4. 0
-            stands for the whole text. None takes the length that the head was trained on, if its
-            config has it. Layers that have windows of their own keep them.
+            stands for the whole text. None takes what the head looked back in its training, if its
+            config says how long its texts were. Layers that have windows of their own keep them.
         torch_files: read files of `torch.save` with torch if there are no safetensors.
 
     Raises:
@@ -441,8 +449,9 @@ def load_head(
     """
     check_draft_temp(draft_temp)
     check_int("branches", branches, 1)
+    check_draft_vocab(draft_vocab)
     options: dict[str, Any] = {"greedy": greedy, "draft_temp": draft_temp}
-    options["branches"] = branches
+    options |= {"branches": branches, "draft_vocab": draft_vocab}
     check_window(window)
     variant = Variant(draft_bits, layers, pre_norm, norms_less_one, window)
     files = HeadFiles(path_or_repo, torch_files=torch_files)
@@ -516,7 +525,7 @@ def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) ->
     window = variant.window
     if window is None and "window" in apply:
         is_mtp = form.weights is _mtp_weights
-        window = trained_length(files.config, is_of_target=is_mtp)
+        window = trained_window(files.config, is_of_target=is_mtp)
     for layer in {id(part): part for part in (head, *head.levels)}.values():
         layer.window = window
     if variant.pre_norm is not None:

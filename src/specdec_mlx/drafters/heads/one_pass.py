@@ -20,9 +20,9 @@ from mlx_lm.models.cache import ArraysCache
 from specdec_mlx.caches import states_of
 from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.draft_sources import Parents, places_after
-from specdec_mlx.drafters.drawing import match_vocab
+from specdec_mlx.drafters.drawing import match_vocab, spread
 from specdec_mlx.drafters.heads.block_parts import NoiseLevels, change_attention
-from specdec_mlx.drafters.heads.drafter import Config, DraftVocabulary, Head, spread, within
+from specdec_mlx.drafters.heads.drafter import Config, DraftVocabulary, Head, within
 from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4, layer_arguments
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadReader, UnreadStates
@@ -54,7 +54,7 @@ class BlockSource(HeadReader):
         length = min(limit, self.head.most_drafted) if self.waiting.start else 0
         if length:
             self.states = self.head.states(self.tokens[-1], length, self.cache)
-            self.logits = self.head.logits(self.states)
+            self.logits = self.head.logits(self.states, self.output_rows)
             if self.at_once:
                 self.log_confidences = self.head.log_confidences(self.states, None)
         return length
@@ -285,6 +285,10 @@ class DFlash(LayersHead):
             self.log_snr_embed = NoiseLevels(self.width)
 
     @property
+    def tokens_a_pass(self) -> int:
+        return int(self.most_drafted)
+
+    @property
     def correctors(self) -> list[Any]:
         return [self[name] for name in ("candidate_selector", "markov_head") if name in self]
 
@@ -406,6 +410,14 @@ class Medusa(Head):
             return super().draft_logits(states)
         each = zip(self.lm_heads, mx.split(states, states.shape[0]), strict=False)
         return mx.concatenate([matrix(state) for matrix, state in each])
+
+    @property
+    def output_modules(self) -> list[nn.Module]:
+        return list(self.get("lm_heads", ())) or super().output_modules
+
+    @property
+    def tokens_a_pass(self) -> int:
+        return self.most_drafted
 
     def state(self, state: mx.array, index: int) -> mx.array:
         """State [..., D] of one head, from the target's state [..., D]."""

@@ -165,7 +165,7 @@ class RecurrentSource(HeadReader):
             )
             made = level.step(rows, mx.concatenate(self.drafted[-rows.shape[0] :]))[-1:]
             self.next_states = [made] if self.head.chained else []
-        return level.layer.logits(made)
+        return level.layer.logits(made, self.output_rows)
 
     def _grow(self, tokens: mx.array, parents: Sequence[int]) -> Any:
         """States [n, D] of n new nodes of a tree, from the states of their parents."""

@@ -140,7 +140,8 @@ DIFFERENCES_NOTE = (
     "passes over several positions move logits by rounding (specdec-mlx probe)."
 )
 ROUNDS_NOTE = (
-    "drafting: share of target passes that verified a draft (the others are plain steps); first: "
+    "drafting: share of target passes that verified a draft (the others are plain steps); ties: "
+    "plain passes that decided near ties (--ties plain); first: "
     "time to the first token, in seconds and over plain mlx-lm's (1.020: 2% later)."
 )
 
@@ -166,6 +167,7 @@ SPEEDS: Columns = {
 }
 ROUNDS: Columns = {
     "drafting": lambda r: f"{r.drafting_share:.2f}",
+    "ties": lambda r: f"{r.ties}" if r.ties else "-",
     "peak GB": lambda r: f"{r.peak_memory_gb:.2f}",
     "first s": lambda r: f"{r.first_token_seconds:.3f}",
     "of plain's": lambda r: or_dash(r.first_token_ratio, 3),

@@ -67,6 +67,7 @@ class Result(Way, frozen=True, kw_only=True):
         first_token_ratio: relative to plain decoding.
         identical: texts that equal plain decoding in every repeat. None if they were not compared.
         excused: other texts that differ only at near ties.
+        ties: passes that decided near ties.
     """
 
     category: str
@@ -90,6 +91,7 @@ class Result(Way, frozen=True, kw_only=True):
     identical: Count | None
     excused: Count | None
     first_token_ratio: Amount | None = None
+    ties: Count = 0
 
     @property
     def accepted_share(self) -> float:
@@ -171,6 +173,7 @@ def summarise(
                     target_passes=passes,
                     drafted=sum(s.drafted for s in runs),
                     accepted=sum(s.accepted for s in runs),
+                    ties=sum(s.ties for s in runs),
                     drafting_share=sum(s.drafting_rounds for s in runs) / passes,
                     peak_memory_gb=max(s.peak_bytes for s in runs) / 1e9,
                     first_token_seconds=median(s.first_seconds for s in runs),

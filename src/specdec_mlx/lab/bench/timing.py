@@ -45,6 +45,7 @@ class Emitted(NamedTuple):
         drafted: draft tokens.
         drafting: passes with a draft.
         at: when the token was known, by `time.perf_counter`. None for now.
+        ties: further passes that decided ties.
     """
 
     token: int
@@ -53,6 +54,7 @@ class Emitted(NamedTuple):
     drafted: int = 0
     drafting: int = 0
     at: float | None = None
+    ties: int = 0
 
 
 Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
@@ -125,6 +127,7 @@ def ours(
     tuning_for_text: Callable[[], Tuning] | None = None,
     is_seeded: bool = False,
     kernels: str = "",
+    ties: str | None = None,
 ) -> Contender:
     """Our loop as a contender.
 
@@ -140,6 +143,7 @@ def ours(
             in each repeat, because a text that was seen before is no fair test.
         is_seeded: measure rule "auto" as it works with a seed.
         kernels: of passes over several rows, as on the command line; "" for MLX's own.
+        ties: see `Options`.
     """
     how = make_rule(rule, is_seeded=is_seeded)
     length, chosen = parse_draft_length(draft_length or "0"), make_kernels(kernels or None)
@@ -161,13 +165,15 @@ def ours(
             tuning=tuning_for_text() if tuning_for_text else tunings[seed],
             tokenizer=tokenizer,
             kernels=chosen,
+            ties=ties if drafter else None,
         )
         with closing(tokens):
             for token in tokens:
                 stats = token.stats
                 drafting = stats.drafted_at[0] if stats.drafted_at else 0
-                counts = stats.target_passes, stats.drafted, drafting
-                yield Emitted(token.token, token.from_draft, *counts)
+                passes = stats.target_passes + stats.ties
+                counts = passes, stats.drafted, drafting
+                yield Emitted(token.token, token.from_draft, *counts, ties=stats.ties)
 
     return Contender(name, *((draft_length, rule, kernels) if drafter else ()), start=start)
 
@@ -191,6 +197,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
         model: name of the target, for the record.
         dtype: of the target, for the record.
         vocab_size: of the target, for the record.
+        ties: "plain" decides near ties by plain passes, None does not.
     """
 
     max_tokens: int = 128
@@ -201,6 +208,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
     dtype: str = ""
     vocab_size: Count = 0
+    ties: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "repeats"):
@@ -233,7 +241,10 @@ def make_contenders(
         drafter = one.resolve(model)
         ways = product(draft_lengths, rules, ("", *kernels)) if drafter else [("", "auto", "")]
         contenders += [
-            ours(model, drafter, spec, length, temp, tokenizer, rule, None, is_seeded, names)
+            ours(
+                *(model, drafter, spec, length, temp, tokenizer, rule, None, is_seeded, names),
+                ties=settings.ties,
+            )
             for length, rule, names in ways
         ]
     return contenders
@@ -257,6 +268,7 @@ class Sample(Way, frozen=True, kw_only=True):
         drafted: draft tokens.
         accepted: accepted draft tokens.
         drafting_rounds: passes with a draft.
+        ties: of the passes, those that decided ties.
         peak_bytes: memory, with all contenders that ran side by side.
     """
 
@@ -274,6 +286,7 @@ class Sample(Way, frozen=True, kw_only=True):
     drafted: Count = 0
     accepted: Count = 0
     drafting_rounds: Count = 0
+    ties: Count = 0
     peak_bytes: Count = 0
 
     @property
@@ -395,6 +408,7 @@ def turns_of(
                 drafted=last.drafted,
                 accepted=sum(item.from_draft for item in emitted),
                 drafting_rounds=last.drafting,
+                ties=last.ties,
                 peak_bytes=peak_bytes,
             )
             left = 0 if last.token in end_tokens else settings.max_tokens - len(emitted)

@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
     add("--seed", type=int, help="of draws (0); rule auto is then the one for seeds")
+    add("--ties", choices=("plain",), help="let plain passes decide near ties, and count them")
     add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
     add(
         "--json",
@@ -85,7 +86,7 @@ def main(
     choice = choice_of(args)
     lengths, rules = args.num_draft_tokens or ("auto",), args.rule or ("auto",)
     end_tokens = tokenizer.eos_token_ids
-    how = Settings(args.max_tokens, args.repeats, args.seed, end_tokens, args.temp)
+    how = Settings(args.max_tokens, args.repeats, args.seed, end_tokens, args.temp, ties=args.ties)
     kernels = args.kernels or ()
     contenders = make_contenders(model, choice, lengths, how, tokenizer, rules, kernels)
     contenders += others(model, tokenizer) if others else ()

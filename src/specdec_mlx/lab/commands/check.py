@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--min-p", type=float, default=0.0, help="(off)")
     add("--top-k", type=int, default=0, help="(off)")
     add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
+    add("--ties", choices=("plain",), help="let plain passes decide near ties of greedy texts")
     length = argument(parse_draft_length)
     add("--num-draft-tokens", type=length, default="auto", metavar="N|POLICY", help="(%(default)s)")
     add("--prompts", **FILE, help="JSON lines with prompt or turns (default: ours)")
@@ -51,6 +52,7 @@ def main(args: argparse.Namespace) -> int:
         drafter=choice.resolve(model),
         sampler=sampling,
         rule=args.rule,
+        ties=args.ties,
         num_draft_tokens=args.num_draft_tokens,
         prompts=prompts,
         budget=args.budget,

@@ -17,21 +17,8 @@ from specdec_mlx.drafters.ngram import (
     NGramDrafter,
     NGramIndex,
 )
-from specdec_mlx.files import Count
-from specdec_mlx.memory.file import FileHeader, Integers
+from specdec_mlx.memory.file import N_GRAMS, FileHeader, Integers, TableHeader
 from specdec_mlx.memory.persistent import PersistentStore, opened
-
-
-class TableHeader(FileHeader, kw_only=True):
-    """Header of a table's file.
-
-    Attributes:
-        bounds: max_order, min_order, max_entries.
-        orders: (order, number of n-grams) each.
-    """
-
-    bounds: tuple[int, int, int]
-    orders: list[tuple[Count, Count]]
 
 
 class NGramTable(PersistentStore):
@@ -44,7 +31,7 @@ class NGramTable(PersistentStore):
         tokenizer: as for `Memory`.
     """
 
-    kind: ClassVar[str] = "n-grams"
+    kind: ClassVar[str] = N_GRAMS
     header = TableHeader
     what: ClassVar[str] = "table"
 

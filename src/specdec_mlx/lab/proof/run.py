@@ -48,6 +48,7 @@ def check(
     draft_model: nn.Module | str | None = None,
     sampler: Sampler | Sampling | None = None,
     rule: str | AcceptanceRule = "auto",
+    ties: str | None = None,
     num_draft_tokens: int | str = "auto",
     prompts: Sequence[str | Sequence[int]] | None = None,
     budget: float = BUDGET,
@@ -65,6 +66,7 @@ def check(
         sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers. None
             is greedy.
         rule: see `speculate`.
+        ties: of the greedy texts that are compared (see `Options`).
         num_draft_tokens: see `speculate`. Where drafters work outside of the loop, "auto" has no
             measurements and means 4 tokens.
         prompts: user messages, or token ids. None takes a few of the built-in prompts.
@@ -116,6 +118,7 @@ def check(
         seed=seed or 0,
         tokenizer=tokenizer,
         end_tokens=getattr(tokenizer, "eos_token_ids", ()),
+        ties=ties,
     )
     with wired_limit([model, *models_of(subject.drafter)], [generation_stream]):
         group = group_of(model)

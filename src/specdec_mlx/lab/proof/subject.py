@@ -64,6 +64,7 @@ class Subject:
         seed: of all draws.
         tokenizer: the target's.
         end_tokens: ids that end a text.
+        ties: of greedy texts (see `Options`).
     """
 
     model: nn.Module
@@ -76,6 +77,7 @@ class Subject:
     seed: int = 0
     tokenizer: Any = None
     end_tokens: Collection[int] = ()
+    ties: str | None = None
 
     @property
     def num_asked(self) -> int:

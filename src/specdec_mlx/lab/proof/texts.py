@@ -79,12 +79,13 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
     gap = near_tie(() if probed is None else probed.differences)
     differences: list[dict[str, Any]] = []
     faults: list[dict[str, Any]] = []
-    texts = tokens = drafted = 0
+    texts = tokens = drafted = decided = 0
     for i, prompt in work.each(enumerate(subject.prompts)):
         expected, gaps = _plain(subject, prompt, work)
-        got = subject.text(prompt, len(expected))
+        got = subject.text(prompt, len(expected), ties=subject.ties)
         texts, tokens = texts + 1, tokens + len(expected)
         drafted += got[-1].stats.drafted
+        decided += got[-1].stats.ties
         pairs = zip_longest((item.token for item in got), expected)
         position = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
         if position is not None:
@@ -98,6 +99,7 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
         "tokens": tokens,
         "draft_tokens": drafted,
         "near_tie_below": gap,
+        "ties_decided": decided,
         "differences": differences,
     }
     if faults:
@@ -115,6 +117,8 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
     verdict = f"{texts - ties} of {texts} texts: the same tokens as by plain decoding"
     if ties:
         verdict += f"; {ties} part from it at a near tie, which rounding may turn either way"
+    if subject.ties:
+        verdict += f"; plain passes decided {decided} near ties"
     if skipped:
         verdict += f" ({skipped} prompts had no time)"
     return Finding("passed", f"{verdict}.", numbers)
