@@ -36,7 +36,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 218,
-    "numeric constants": 197,
+    "numeric constants": 198,
     "protocols": 6,
     "public names": 20,
 }
@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_450,
-    "library": 142_700,
+    "library": 143_250,
     "lab": 75_540,
     "server": 44_350,
 }
