@@ -32,6 +32,8 @@ from benchmarks.recorded_drafts import load_drafts
 from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
 from specdec_mlx.arguments import number
 from specdec_mlx.contracts import Drafter
+from specdec_mlx.drafters.first_of import BestOf
+from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.record import Record
@@ -87,7 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.drafter or not drafters:
         drafters = replay.drafters_of(args) | drafters
     if args.described:
-        drafters |= METHODS | {"auto, a memory": lambda: SuffixDrafter(Memory())}
+        drafters |= METHODS
+        drafters["auto, a memory"] = lambda: SuffixDrafter(Memory())
+        n_grams = NGramDrafter(max_order=5, num_draft=16)
+        drafters["auto and n-grams"] = lambda: BestOf(SuffixDrafter(), n_grams)
     lengths = args.num_draft_tokens or replay.DEFAULT_LENGTHS
     results, of_batches = list[Result](), list[RowsScore]()
     for cost in replay.costs_of(args, record):
@@ -127,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--described",
         action="store_true",
-        help="also the look-ups of llama.cpp and MTPLX, and a memory that keeps the texts before",
+        help="also the look-ups of llama.cpp and MTPLX, and ours with a memory and with n-grams",
     )
     add(
         "--longest",

@@ -36,7 +36,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 217,
-    "numeric constants": 195,
+    "numeric constants": 196,
     "protocols": 6,
     "public names": 20,
 }
@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_230,
-    "library": 140_360,
+    "library": 140_900,
     "lab": 75_530,
     "server": 43_650,
 }

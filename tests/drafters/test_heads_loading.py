@@ -408,7 +408,11 @@ def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:
     known = ("exit  trained exit, here", "AngelSlim/Qwen3-8B_eagle3  to be fetched")
     assert not [line for line in (*written, *known) if f"  {line}\n" not in text]
     command = f"specdec-mlx generate --model {tmp_path / 'Qwen3-8B-4bit'} --draft-model"
-    assert f"EAGLE-3, here\n    {command} {tmp_path / 'fits'} --prompt" in text
+    after = text.partition("EAGLE-3, here\n")[2].splitlines()
+    size = (tmp_path / "fits" / "model.safetensors").stat().st_size
+    assert after[0] == f"    {size / 1e6:.1f} MB in memory, a draft token reads {size / 1e6:.1f} MB"
+    assert "accepted: " in after[1]
+    assert after[2].startswith(f"    {command} {tmp_path / 'fits'} --prompt")
     assert f"_eagle3  to be fetched\n    {command} AngelSlim/Qwen3-8B_eagle3 --prompt" in text
     assert f"{command} {tmp_path / 'narrow'}" not in text
     assert "Left out" not in text

@@ -28,6 +28,7 @@ from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters import shortlist
 from specdec_mlx.drafters.choosing.choice import DraftModel
+from specdec_mlx.drafters.choosing.report import read_bytes
 from specdec_mlx.drafters.draft_sources import WritingSession
 from specdec_mlx.drafters.heads.drafter import HeadDrafter, anatomy_for_head
 from specdec_mlx.drafters.shared_drafts import SharedSession
@@ -508,3 +509,17 @@ def test_the_option_reaches_a_head_and_a_model(tmp_path: Path) -> None:
     made = DraftModel(str(lab.draft_path()), vocab="off").make("model:draft_vocab=80")
     assert made.shortlist.size == 80, "the option of a drafter is nearer than the flag"
     assert anatomy_for_head(model).vocab_size > 80
+
+
+def test_the_report_prices_a_draft_token_by_the_bytes_that_it_reads() -> None:
+    """Qwen3.8-27B's output rows in 4 bits, a head of 0.24 GB, and models with and without tying."""
+    target = {"vocab_size": 248_320, "hidden_size": 5120, "quantization": {"bits": 4}}
+    matrix = 248_320 * 5120 * 4.5 / 8
+    reads, with_list = read_bytes(target, {}, 240_000_000, is_head=True)
+    assert reads == 240_000_000 + int(matrix)
+    assert with_list == pytest.approx(240_000_000 + matrix / 16, rel=1e-3)
+    own = {"draft_vocab_size": 32_000}
+    assert read_bytes(target, own, 900, is_head=True) == (900, 900)
+    draft = target | {"tie_word_embeddings": False}
+    assert read_bytes({}, draft, 2 * 10**9, is_head=False)[0] == 2 * 10**9 - int(matrix)
+    assert read_bytes({}, target, 2 * 10**9, is_head=False) == (2 * 10**9, 2 * 10**9)

@@ -53,6 +53,11 @@ SUCCESSORS = 8  # tokens that are taken for each token of the text, from a file 
 Ids = Int[np.ndarray, " _"]
 
 
+def shortlist_size(num_tokens: int) -> int:
+    """Default size of a list for a vocabulary."""
+    return max(SMALLEST, num_tokens // SHARE)
+
+
 def check_draft_vocab(value: Any) -> None:
     """Raise ValueError for a wrong value of the option `draft_vocab`."""
     if isinstance(value, str | Path):
@@ -232,9 +237,7 @@ def make_shortlist(
             "one. Leave draft_vocab out."
         )
     num_tokens = int((layer.row_of >= 0).sum())
-    size = max(SMALLEST, num_tokens // SHARE)
-    if isinstance(draft_vocab, int):
-        size = draft_vocab
+    size = draft_vocab if isinstance(draft_vocab, int) else shortlist_size(num_tokens)
     pays = layer.saved_bytes(size) >= LEAST_SAVED * layer.step_bytes
     if size >= num_tokens or (draft_vocab == AUTO and not pays):
         return None

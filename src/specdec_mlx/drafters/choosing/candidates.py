@@ -84,6 +84,7 @@ class Candidate(NamedTuple):
         refusal: the reason that it cannot draft, or None.
         doubt: the reason that it drafts only if the user names it, or None.
         note: a remark.
+        reads: its size in memory and the bytes that a draft token reads, in words.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Candidate(NamedTuple):
     refusal: str | None = None
     doubt: str | None = None
     note: str = ""
+    reads: str = ""
 
     def expectation(self) -> str:
         """Best draft length and speedup for a few acceptance rates (theorem 3.8), as one line."""
