@@ -237,16 +237,16 @@ class Tap(NamedTuple):
     call: int = -1
     is_input: bool = False
 
-    def states(self, calls: Sequence[Call]) -> Any:
-        """The states in a pass, from all calls of the module."""
-        _, argument, made = calls[self.call]
-        return argument if self.is_input else first(made)
-
-    def rows(self, states: mx.array, text: int | None = None) -> mx.array:
+    def rows(self, calls: Sequence[Call], text: int | None = None) -> mx.array:
         """[n, D] one row for each position. Parallel streams follow each other in a row.
 
-        text: index of a text among several, whose axis is the one before.
+        Args:
+            calls: all calls of the module in a pass.
+            text: index of a text among several, whose axis is the one before.
         """
+        _, argument, made = calls[self.call]
+        output = made[0] if isinstance(made, tuple) else made
+        states: mx.array = argument if self.is_input else output
         if text is not None:
             states = mx.take(states, mx.array([text]), axis=self.axis - 1)
         # the usual layout needs one operation
@@ -467,10 +467,10 @@ class StateReader:
         # In a batch the states have the rows of the longest text.
         num_rows = logits.shape[0]
         for index, tap in self._layers.items():
-            layers[index] = tap.rows(tap.states(seen[id(tap.module)]), text)[:num_rows]
+            layers[index] = tap.rows(seen[id(tap.module)], text)[:num_rows]
         head_input = None
         if head is not None:
-            head_input = head.rows(head.states(seen[id(head.module)]), text)[:num_rows]
+            head_input = head.rows(seen[id(head.module)], text)[:num_rows]
         return FeatureRows(
             layers=layers,
             head_input=head_input,
