@@ -26,6 +26,7 @@ from specdec_mlx.drafters.heads.drafter import (
 )
 from specdec_mlx.drafters.heads.eagle import FLAGS, Eagle3, eagle1_family
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
+from specdec_mlx.drafters.heads.hydra import Hydra
 from specdec_mlx.drafters.heads.mtp import FAMILIES, SLIDING, MTPFamily, MTPHead
 from specdec_mlx.drafters.heads.one_pass import DFlash, Medusa
 from specdec_mlx.lab.training import trainees
@@ -263,6 +264,7 @@ HEADS: dict[str, Callable[[Anatomy], Head]] = {
     "assistant": assistant,
     "medusa": lambda ends: Medusa(5, 2, ends, own_heads=ends.vocab_size),
     "medusa, target's head": lambda ends: Medusa(5, 1, ends),
+    "hydra": lambda ends: Hydra(5, {1, 3}, ends.vocab_size, ends, layer_config(ends)),
 }
 
 

@@ -35,7 +35,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 218,
+    "files": 219,
     "numeric constants": 198,
     "protocols": 6,
     "public names": 20,
@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_450,
-    "library": 143_250,
+    "library": 144_500,
     "lab": 75_540,
     "server": 44_350,
 }

@@ -56,6 +56,7 @@ IN_SHORT = [("eagle3", "qwen2"), ("model", "mamba2"), ("mtp", "qwen3_5")]
 TABLE = [
     *IN_SHORT,
     ("medusa", "qwen2"),
+    ("hydra", "qwen2"),
     ("eagle3 variants", "gpt_oss"),
     ("eagle1", "gemma3_text"),
     ("dflash", "llama"),

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 import heads
 import specdec_mlx as sd
@@ -447,11 +448,20 @@ FORMATS_BY_FILE: dict[str, str] = {
     "medusa": "a fixture",
     "pard": "a model",
     "pard2": "a model",
+    **dict.fromkeys(("mlp", "prefix-mlp"), "Hydra"),
     **dict.fromkeys(OWN_LAYERS, "prediction layers"),
     **dict.fromkeys(CASES, "a packaging"),
 }
 """Name of a format, a family of prediction layers or a packaging, and how its file is made."""
-IN_SHORT = ("eagle3", "gemma4_assistant", "mimo", "LFM2.5", "Bonsai in GGUF", "Ornith")
+IN_SHORT = (
+    "eagle3",
+    "gemma4_assistant",
+    "prefix-mlp",
+    "mimo",
+    "LFM2.5",
+    "Bonsai in GGUF",
+    "Ornith",
+)
 
 
 def of_file(name: str, folder: Path) -> tuple[nn.Module, Any]:
@@ -461,6 +471,8 @@ def of_file(name: str, folder: Path) -> tuple[nn.Module, Any]:
             return target(name), load_head(write(name, folder), target(name))
         case "a fixture":
             return heads.reference(name).target(), heads.loaded(name, folder)
+        case "Hydra":
+            return heads.target(), load_head(write_hydra(name, folder), heads.target())
         case "a model":
             model = tiny.build("llama", vocab_size=288)
             settings = {"pard2_target_layers": [-1, -8], "pard2": True} if name == "pard2" else {}
@@ -503,12 +515,12 @@ def test_no_format_is_left_out() -> None:
         if kind_of(heads.reference(name).config, heads.reference(name).weights) == kind
     }
     missing = {kind for kind, form in FORMATS.items() if form.loads} - kinds
-    assert missing <= {"medusa", "pard", "pard2"}
+    assert missing <= {"medusa", "pard", "pard2", "hydra"}
     layers = {name.removeprefix("mtp_") for name in FORMATS_BY_FILE}
     assert FAMILIES.keys() <= layers
 
 
-@pytest.mark.parametrize("name", cases(CASES, *IN_SHORT[3:]))
+@pytest.mark.parametrize("name", cases(CASES, *IN_SHORT[4:]))
 def test_a_packaging_reads_and_drafts_what_it_says(name: str, tmp_path: Path) -> None:
     """The layers of the target, and as many tokens as its block has places for."""
     place = write(name, tmp_path)
@@ -539,6 +551,137 @@ def test_a_packaging_drafts_what_its_formula_says(name: str, tmp_path: Path) -> 
     limited = np.isfinite(logits)
     assert np.abs(own[limited] - logits[limited]).max() < 1e-4 * np.abs(logits[limited]).max()
     assert tokens == expected
+
+
+# Hydra --------------------------------------------------------------------------------------------
+
+NUM_HYDRA, NUM_BLOCKS = 3, 2
+
+
+def hydra(kind: str) -> Arrays:
+    """Random tensors of Hydra heads of a kind, with the published names."""
+    anatomy, has_layer = anatomy_for_head(heads.target()), kind == "prefix-mlp"
+    width, rows = anatomy.width, anatomy.vocab_size
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(NUM_HYDRA):
+        for j in range(NUM_BLOCKS):
+            # Dropout takes every other place.
+            place = f"hydra_mlp.{i}.{2 * j + 1 if has_layer else j}."
+            read = width if j else (i + 2) * width
+            for part in ("linear", *(() if j else ("res_connection",))):
+                shapes |= {f"{place}{part}.weight": (width, read), f"{place}{part}.bias": (width,)}
+        output = f"hydra_lm_head.{i}.{'1.' if has_layer else ''}"
+        shapes |= {f"{output}weight": (rows, width), f"{output}bias": (rows,)}
+    if has_layer:
+        layer, prefix = heads.target().layers[0], "prefix_embeding_layer."
+        own: Any = tree_flatten(layer.parameters())
+        shapes |= {f"{prefix}layers.0.{part}": x.shape for part, x in own}
+        shapes |= {f"{prefix}norm.weight": (width,), f"{prefix}embed_tokens.weight": (rows, width)}
+    rng = np.random.default_rng(3)
+    return {
+        name: (
+            (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+            + np.float32("norm" in name)
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def write_hydra(kind: str, folder: Path) -> Path:
+    config = {
+        "hydra_num_heads": NUM_HYDRA,
+        "hydra_num_layers": NUM_BLOCKS,
+        "hydra_head_arch": kind,
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+    }
+    return heads.Reference(config, hydra(kind), {}).write(folder)
+
+
+def prefix_states(w: Mapping[str, Any], x: Any) -> Any:
+    """States [n, D] of Llama's layer and norm over the target's states, in causal attention."""
+    args, size = heads.target().args, len(x)
+    eps, num_heads, num_kv = args.rms_norm_eps, args.num_attention_heads, args.num_key_value_heads
+    inner, half = w["layers.0.self_attn.q_proj.weight"].shape[0], args.head_dim // 2
+
+    def normed_by(x: Any, name: str) -> Any:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * w[f"{name}.weight"]
+
+    def turned(x: Any) -> Any:
+        angles = np.arange(size)[:, None, None] * args.rope_theta ** (-np.arange(half) / half)
+        a, b = x[..., :half], x[..., half:]
+        parts = a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)
+        return np.concatenate(parts, axis=-1)
+
+    read = normed_by(x, "layers.0.input_layernorm")
+    q, k, v = (read @ w[f"layers.0.self_attn.{part}_proj.weight"].T for part in "qkv")
+    q = turned(q.reshape(size, num_heads, -1))
+    k, v = (y.reshape(size, num_kv, -1).repeat(num_heads // num_kv, axis=1) for y in (k, v))
+    scores = np.einsum("ihd,jhd->hij", q, turned(k)) / np.sqrt(args.head_dim)
+    weights = np.exp(scores) * np.tri(size)
+    seen = np.einsum("hij,jhd->ihd", weights / weights.sum(-1, keepdims=True), v)
+    h = x + seen.reshape(size, inner) @ w["layers.0.self_attn.o_proj.weight"].T
+    read = normed_by(h, "layers.0.post_attention_layernorm")
+    gate, up = (read @ w[f"layers.0.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+    h = h + (silu(gate) * up) @ w["layers.0.mlp.down_proj.weight"].T
+    return normed_by(h, "norm")
+
+
+@pytest.mark.parametrize("kind", ["mlp", "prefix-mlp"])
+def test_hydra_drafts_what_its_formula_says(kind: str, tmp_path: Path) -> None:
+    """Logits of each head and the drafts of a chain, against NumPy in float64."""
+    model, anatomy = heads.target(), anatomy_for_head(heads.target())
+    drafter = load_head(write_hydra(kind, tmp_path), model)
+    rows = np.random.default_rng(1).standard_normal((8, anatomy.width)).astype(np.float32)
+    session: Any = drafter.begin(PROMPT, DraftContext(vocab_size=anatomy.vocab_size))
+    own: list[Any] = []
+    make, width = session.source.next_logits, anatomy.width
+    session.source.next_logits = lambda *given: own.append(make(*given)) or own[-1]
+    session.see(FeatureRows({}, mx.array(rows[:5])))
+    session.propose(0)
+    session.see(FeatureRows({}, mx.array(rows[5:])))
+    tokens = to_list(session.propose(9).tokens)
+    w = {name.removeprefix("prefix_embeding_layer."): x for name, x in hydra(kind).items()}
+    w = {name: x.astype(np.float64) for name, x in w.items()}
+    table = np.array(model.model.embed_tokens.weight, np.float64)
+    wide = rows.astype(np.float64)
+    read = (prefix_states(w, wide) if kind == "prefix-mlp" else wide)[-1]
+    token, expected = PROMPT[-1], []
+    for i in range(NUM_HYDRA):
+        read = np.concatenate([read, table[token]])
+        x = read
+        for j in range(NUM_BLOCKS):
+            place = f"hydra_mlp.{i}.{2 * j + 1 if kind == 'prefix-mlp' else j}."
+            y = silu(x @ w[f"{place}linear.weight"].T + w[f"{place}linear.bias"])
+            residual = x if j else x @ w[f"{place}res_connection.weight"].T
+            x = y + (residual if j else residual + w[f"{place}res_connection.bias"])
+        output = f"hydra_lm_head.{i}.{'1.' if kind == 'prefix-mlp' else ''}"
+        logits = x @ w[f"{output}weight"].T + w[f"{output}bias"]
+        assert np.abs(np.array(own[i])[0] - logits).max() < 1e-4 * np.abs(logits).max()
+        token = int(logits.argmax())
+        expected.append(token)
+    assert read.size == (NUM_HYDRA + 1) * width
+    assert tokens == expected
+
+
+def test_a_fork_of_hydra_reads_its_own_path(tmp_path: Path) -> None:
+    """The logits after a node of a tree are those after a chain of its ancestors and itself."""
+    model, anatomy = heads.target(), anatomy_for_head(heads.target())
+    drafter = load_head(write_hydra("mlp", tmp_path), model)
+    session: Any = drafter.begin(PROMPT, DraftContext(vocab_size=anatomy.vocab_size))
+    source = session.source
+    session.see(FeatureRows({}, mx.random.normal((8, anatomy.width), key=mx.random.key(0))))
+    chains = []
+    for path in ([3, 8], [4, 9]):
+        source.begin_draft(3)
+        source.next_logits(None)
+        chains.append([source.next_logits(mx.array([token])) for token in path])
+    source.begin_draft(3)
+    source.next_logits(None, ())
+    for depth, (tokens, parents) in enumerate((([3, 4], [-1, -1]), ([9, 8], [1, 0]))):
+        rows = source.next_logits(mx.array(tokens), parents)
+        expected = [chain[depth] for chain in (chains[::-1] if depth else chains)]
+        assert mx.allclose(rows, mx.concatenate(expected), atol=1e-5)
 
 
 def test_a_yarn_rope_in_a_head_of_specforge_counts(tmp_path: Path) -> None:
@@ -601,7 +744,21 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         ["target_proj.weight"],
         "projects the target's states into its embeddings",
     ),
-    "Hydra": ({"hydra_num_heads": 4}, ["hydra_head.0.weight"], "holds Hydra heads"),
+    "Hydra with a layer of EAGLE": (
+        {"hydra_num_heads": 4, "hydra_head_arch": "eagle-attn"},
+        ["layers.0.weight"],
+        "hydra_head_arch 'eagle-attn'",
+    ),
+    "Hydra heads that do not see each other": (
+        {"hydra_num_heads": 4, "hydra_head_arch": "mlp", "grounded_heads": False},
+        ["hydra_mlp.0.0.linear.weight"],
+        "grounded_heads False",
+    ),
+    "Hydra on an earlier layer": (
+        {"hydra_num_heads": 4, "grounded_heads": True, "hidden_state_offset": 1},
+        ["hydra_mlp.0.0.linear.weight"],
+        "hidden_state_offset 1",
+    ),
     "Nemotron's NVFP4": (
         STANDALONE | {"hidden_size": 32},
         ["fc.weight", "fc.weight_scale"],

@@ -56,6 +56,7 @@ RECOGNISED: list[tuple[dict[str, Any], list[str], str | None]] = [
     ({"speculators_model_type": "dflash", "draft_vocab_size": 64000}, [], "dflash"),
     (LLAMA | {"pard_token": 128256}, [], "pard"),
     (LLAMA, ["0.0.linear.weight", "0.1.weight"], "medusa"),
+    ({"hydra_num_heads": 4}, ["hydra_mlp.0.0.linear.weight"], "hydra"),
     (QWEN | {"model_type": "qwen3_5_mtp"}, ["fc.weight"], "mtp"),
     (QWEN, ["mtp.fc.weight"], "mtp"),
     (DEEPSEEK, ["model.layers.61.eh_proj.weight"], "mtp"),
@@ -239,12 +240,12 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     tensors = {"x": heads.reference("eagle1").weights["fc.weight"]}
     said = {"llama": "no head of a known kind", "gemma4_assistant": "text_config"}
     said |= {name: f"prediction of {name} {reason}" for name, reason in OTHER_FORMULAS.items()}
-    said["hydra_num_heads"] = FORMATS["hydra"].label
+    said["eagle4"] = FORMATS["eagle4"].label
     for name, words in said.items():
         config = {"model_type": name, name: 3}
         folder = heads.Reference(config, tensors, {}).write(tmp_path / name)
         assert words in refused(folder, heads.target())
-        assert is_head(folder) == (name in ("gemma4_assistant", "hydra_num_heads"))
+        assert is_head(folder) == (name in ("gemma4_assistant", "eagle4"))
     (tmp_path / "c").mkdir()
     assert "has no config.json" in refused(tmp_path / "c", heads.target())
     assert not is_head(tmp_path / "c")

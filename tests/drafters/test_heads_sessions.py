@@ -104,7 +104,7 @@ def test_a_draft_depends_on_every_row_and_every_token(name: str) -> None:
         changed = list(PROMPT)
         changed[position + 1] += 1
         by_token = mx.abs(first_probs(one, changed) - probs).max().item()
-        reads_all = name not in ("dflash", "assistant")
+        reads_all = name not in ("dflash", "assistant", "hydra")
         reads_token = "medusa" not in name and (reads_all or position == len(PROMPT) - 2)
         assert (by_token > 0) == reads_token, position
 

@@ -30,8 +30,9 @@ from specdec_mlx.models.loading import is_offline
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # if there is no index, the first
-TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
+# if there is no index, the first
+SINGLE = ("model.safetensors", "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
+TORCH = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 # where conversions for MLX keep a model's prediction layer, apart from its own tensors
 BESIDE = (
     *("mtp.safetensors.index.json", "mtp.safetensors", "mtp/weights.safetensors"),
@@ -109,8 +110,8 @@ class HeadFiles:
                 way = "Install torch"
             raise HeadError(
                 f"{self.name} has no safetensors, and what torch.save wrote is not read here. "
-                f'{way}, or convert it: safetensors.torch.save_file(torch.load("{name}"), '
-                f'"{SINGLE[0]}").'
+                f"{way}, or convert it: safetensors.torch.save_file({{n: x.clone() for n, x in "
+                f'torch.load("{name}").items()}}, "{SINGLE[0]}").'
             )
         if path is not None:
             return path

@@ -30,6 +30,7 @@ from specdec_mlx.drafters.heads.drafter import (
 from specdec_mlx.drafters.heads.eagle import Eagle3, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
+from specdec_mlx.drafters.heads.hydra import Hydra
 from specdec_mlx.drafters.heads.mtp import (
     FAMILIES,
     OTHER_FORMULAS,
@@ -55,6 +56,8 @@ Tensors = dict[str, mx.array]
 IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t)")
 # beginnings of names in a checkpoint that may be copies of the target's matrices
 SHARED_WITH_TARGET = ("embed_tokens.", "shared_head.head.", "lm_head.")
+
+GROUNDED = "grounded_heads"  # Hydra's key for heads that read the tokens drafted before them
 
 TRAINED_LENGTH = "trained_length"  # key of the configs that `specdec-mlx train` writes
 
@@ -181,7 +184,8 @@ def check_sizes(files: HeadFiles, anatomy: Anatomy) -> None:
     for section in (files.config, part, files.config.get("dflash_config") or {}):
         for key, value in section.items():
             # MLX's attention divides by the number of heads.
-            default = (1, MOST_LAYERS) if key.endswith("_heads") else None
+            is_number = key.endswith("_heads") and key != GROUNDED
+            default = (1, MOST_LAYERS) if is_number else None
             expected = limits.get(key, default)
             if expected is not None and value is not None:
                 files.check_number(key, value, *expected)
@@ -291,6 +295,27 @@ def _medusa(source: HeadSource) -> Head:
     return Medusa(heads, layers, source.anatomy, own_heads=rows)
 
 
+def _hydra(source: HeadSource) -> Head:
+    files, anatomy, tensors = source.files, source.anatomy, source.tensors
+    variants = {"hydra_head_arch": "mlp", GROUNDED: False, "hidden_state_offset": 0}
+    known = {"hydra_head_arch": ("mlp", "prefix-mlp"), GROUNDED: (True,)}
+    for key, default in variants.items():
+        if (value := files.config.get(key, default)) not in known.get(key, (default,)):
+            raise HeadError(
+                f"{files.name} holds Hydra heads with {key} {value!r}, which cannot be loaded yet. "
+                "Use heads that read each other's tokens, of the kind mlp or prefix-mlp."
+            )
+    check_width(files, anatomy, source.rows("blocks.0.0.linear.weight") or None)
+    blocks = [name.split(".") for name in tensors if name.startswith("blocks.")]
+    heads, places = ({int(block[i]) for block in blocks} for i in (1, 2))
+    layer = None
+    if files.config.get("hydra_head_arch") == "prefix-mlp":
+        # The file does not say the sizes of this layer, which are the target's.
+        modules: Iterator[Any] = (known() for known in anatomy.modules)
+        layer = vars(next(part.args for part in modules if hasattr(part, "args")))
+    return Hydra(len(heads), places, source.rows("lm_heads.0.weight"), anatomy, layer)
+
+
 def _mtp(source: HeadSource) -> Head:
     files, prefixes = source.files, source.files.own_layers()
     family = of_type(files.config, FAMILIES)
@@ -360,6 +385,12 @@ _MEDUSA = {
     r"^(medusa_head\.)?(\d+)\.(\d+)\.linear\.(\w+)$": r"blocks.\2.\3.\4",
     r"^(medusa_head\.)?(\d+)\.\d+\.(\w+)$": r"lm_heads.\2.\3",
 }
+_HYDRA = {
+    r"^prefix_embeding_layer\.layers\.0\.": "prefix.",
+    r"^prefix_embeding_layer\.": "",
+    "^hydra_mlp": "blocks",
+    r"^hydra_lm_head\.(\d+)\.(1\.)?(\w+)$": r"lm_heads.\1.\3",
+}
 
 FORMATS: dict[str, Format] = {
     "dspark": Format(
@@ -383,7 +414,7 @@ FORMATS: dict[str, Format] = {
     "gemma4_assistant": Format("Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE),
     "pard2": Format("PARD-2", r"\bpard2_target_layers=", load=_pard),
     "pard": Format("PARD", r"\bpard_token=", load=_pard),
-    "hydra": Format("Hydra heads, which see each other", r"\bhydra_num_heads="),
+    "hydra": Format("Hydra", r"\bhydra_num_heads=", _hydra, _HYDRA),
     "medusa": Format("Medusa", r"(?m)medusa|^\d+\.\d+\.linear\.weight$", _medusa, _MEDUSA),
     "mtp": Format("multi-token prediction", "_mtp ", _mtp, weights=_mtp_weights),
     # recognised by its tensors only
@@ -511,7 +542,8 @@ def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) ->
     assert form.build is not None
     head = form.build(source)
     apply = {"layers"} if isinstance(head, LayersHead) else {"pre_norm"}
-    if not isinstance(head, Gemma4Assistant | Medusa):
+    has_own_cache = not isinstance(head, Gemma4Assistant | Medusa) and head.full_caches()
+    if has_own_cache:
         apply.add("window")
     if form.weights in (_mtp_weights, _block_weights):
         apply.add("norms_less_one")
