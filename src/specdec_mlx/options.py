@@ -149,7 +149,8 @@ class Options:
         if self.ties not in (None, "plain"):
             raise argument_error("ties", self.ties, 'None or "plain"')
         filters = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k}
-        checked["kernels"] = make_kernels(self.kernels)
+        if self.kernels is not None:
+            checked["kernels"] = make_kernels(self.kernels)
         checked["sampler"] = sampler_of(self.sampler, self.temp, **filters)
         # `dataclasses.replace` passes all fields again. A temperature next to the sampler that was
         # made of it would be an error.

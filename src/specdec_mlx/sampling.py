@@ -155,6 +155,8 @@ class Sampling:
 
 
 def _normalize(x: mx.array) -> mx.array:
+    # Float32 rounds the logsumexp of large logits by more than it rounds that of small ones.
+    x = x - mx.max(x, axis=-1, keepdims=True)
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 

@@ -475,7 +475,8 @@ class Verifier:
         self.next_token = NextToken(sampler, processors, noise)
         self.end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
         self.remembers = self.next_token.remembers
-        self.kernels = make_kernels(options.kernels)
+        if options.kernels is not None:
+            self.kernels = make_kernels(options.kernels)
         is_opaque = self.next_token.by_row or self.next_token.sampling is None
         self.rule = make_rule(options.rule, is_seeded=noise.is_given and not is_opaque)
         if is_opaque and needs_distribution(self.rule):

@@ -19,7 +19,7 @@ from scripted import PROMPT, OracleDrafter, plain, target
 from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.cli.commands import main
-from specdec_mlx.draft_length.store import kept_tuning, tuning_for
+from specdec_mlx.draft_length.store import kept_tuning, tuning_for, tuning_with
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.kernels import Kernels, SplitAttention, make_kernels
 from specdec_mlx.loop import speculate
@@ -120,18 +120,18 @@ def test_costs_and_saved_tunings_are_kept_apart_by_name(
     monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path))
     model = tiny.build("qwen2")
     with kept_tuning(model, "some/name", None, Noted()), kept_tuning(model, "some/name"):
-        tuning_for(model, Noted()).cost_model(0).add(1, 0.01)
-        tuning_for(model, Noted()).cost_model(0).add(5, 0.012)
-        tuning_for(model, Noted()).cost_model(0).add(5, 0.012)
-    assert tuning_for(model) is not tuning_for(model, Noted())
+        tuning_with(model, Noted()).cost_model(0).add(1, 0.01)
+        tuning_with(model, Noted()).cost_model(0).add(5, 0.012)
+        tuning_with(model, Noted()).cost_model(0).add(5, 0.012)
+    assert tuning_for(model) is not tuning_with(model, Noted())
     assert not tuning_for(model).cost_model(0).ratios
     again = tiny.build("qwen2")
     with kept_tuning(again, "some/name"):
         assert not tuning_for(again).cost_model(0).ratios
     with kept_tuning(again, "some/name", None, Noted(name="others")):
-        assert not tuning_for(again, Noted(name="others")).cost_model(0).ratios
+        assert not tuning_with(again, Noted(name="others")).cost_model(0).ratios
     with kept_tuning(again, "some/name", None, Noted()):
-        assert tuning_for(again, Noted()).cost_model(0).ratios
+        assert tuning_with(again, Noted()).cost_model(0).ratios
 
 
 def test_names() -> None:

@@ -215,15 +215,20 @@ def as_lists(samples: Samples) -> dict[int, list[float]]:
     return {rows: list(costs) for rows, costs in samples.items()}
 
 
-_tunings: PerModel[dict[str, Tuning]] = PerModel(lambda model: {})
+tuning_for = PerModel(Tuning.for_model)
+"""The tuning of a loaded model, which lives as long as the model."""
+
+_with_kernels: PerModel[dict[str, Tuning]] = PerModel(lambda model: {})
 
 
-def tuning_for(model: nn.Module, kernels: Kernels | None = None) -> Tuning:
-    """The tuning of a loaded model with these kernels, which lives as long as the model."""
-    name, tunings = kernels.name if kernels else "", _tunings(model)
-    if name not in tunings:
-        tunings[name] = Tuning.for_model(model, kernels)
-    return tunings[name]
+def tuning_with(model: nn.Module, kernels: Kernels | None) -> Tuning:
+    """The tuning of a loaded model whose passes over several rows use these kernels."""
+    if kernels is None:
+        return tuning_for(model)
+    tunings = _with_kernels(model)
+    if kernels.name not in tunings:
+        tunings[kernels.name] = Tuning.for_model(model, kernels)
+    return tunings[kernels.name]
 
 
 @contextmanager
@@ -237,14 +242,18 @@ def kept_tuning(
     path, source = tuning_path(name, adapter, kernels), "specdec-mlx: draft_length=auto"
     try:
         if path.exists():
-            _tunings(model)[kernels.name if kernels else ""] = Tuning.load(path, model, kernels)
+            loaded = Tuning.load(path, model, kernels)
+            if kernels is None:
+                tuning_for.put(loaded, model)
+            else:
+                _with_kernels(model)[kernels.name] = loaded
     except (OSError, ValueError) as error:
         print(f"{source} starts to learn anew: {error}", file=sys.stderr)
     try:
         yield
     finally:
         try:
-            tuning_for(model, kernels).save(path)
+            tuning_with(model, kernels).save(path)
         except OSError as error:
             print(f"{source} cannot keep what was learned: {error}", file=sys.stderr)
 
