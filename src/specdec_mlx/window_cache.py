@@ -95,11 +95,15 @@ class WindowCache(KVCache):  # type: ignore[misc]
         sinks = min(self.sinks, self._idx)
         return [rows[..., :sinks, :], rows[..., max(first, sinks) : self._idx, :]]
 
+    @property
+    def oldest(self) -> int:
+        """The first position that the cache can go back to. The window before it is there."""
+        return self.num_lost and self.window + self.sinks + self.num_lost
+
     def can_go_back(self, back: int) -> bool:
         """True if the last `back` positions can be dropped, and the window before them is there."""
         position = self.offset - back
-        is_there = position - self.window >= self.sinks + self.num_lost
-        return position <= 0 or self.num_lost == 0 or is_there
+        return position <= 0 or position >= self.oldest
 
     def trim(self, n: int) -> int:
         """Drop the last `n` positions, or none if the window before them is gone."""

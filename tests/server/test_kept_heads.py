@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -122,18 +123,23 @@ def test_later_turns_are_drafted_as_one_text(
 def test_a_server_that_started_again_drafts_as_before(
     kind: str, folder: Path, tmp_path: Path, drafts: Drafts
 ) -> None:
-    """From the head's file, beside the file of the target's caches."""
+    """From the head's file, beside the file of the target's caches. Also after an edited answer."""
     head, disk = written(kind, folder, tmp_path / kind), tmp_path / f"{kind} kept"
     with engine_for(folder, head, prompt_cache=disk) as engine:
-        prompt = f"{PROMPT}{ask(engine, prompt=PROMPT).text} in the hat"
+        first = ask(engine, prompt=PROMPT).text
         settled(engine)
-    found = []
-    for place in (disk, None):
-        with engine_for(folder, head, prompt_cache=place) as engine:
-            drafts.clear()
-            ask(engine, prompt=prompt)
-            found.append(list(drafts.values()))
-    assert found[0] == found[1]
+    for number, prompt in enumerate([f"{PROMPT}{first} in the hat", f"{PROMPT}{first[:9]} on"]):
+        found = []
+        for place in (shutil.copytree(disk, tmp_path / f"{kind} {number}"), None):
+            with engine_for(folder, head, prompt_cache=place) as engine:
+                settled(engine)
+                drafts.clear()
+                ended = ask(engine, prompt=prompt).ended
+                settled(engine)
+                assert ended is not None
+                assert (ended.num_cached > 30) == (place is not None)
+                found.append(list(drafts.values()))
+        assert found[0] == found[1]
 
 
 def test_a_file_of_another_head_is_refused(

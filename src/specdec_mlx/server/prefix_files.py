@@ -55,6 +55,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
         points: ascending positions of the stored states; None if the caches can go back to any.
         layers: number of the text's own caches, which come before the states.
         of_head: the last of these caches holds the latest rows that a head has read.
+        oldest: the caches can go back to any position from here on; None if only to `points`.
     """
 
     key: str
@@ -62,6 +63,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     points: list[int] | None
     layers: Annotated[int, msgspec.Meta(ge=1)]
     of_head: bool = False
+    oldest: int | None = None
 
     @classmethod
     def of(cls, path: Path) -> Header:
@@ -76,7 +78,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     def reach(self, tokens: list[int]) -> int:
         """How many of the tokens its caches can go back to."""
         common = num_common(self.tokens, tokens)
-        if self.points is None:
+        if self.points is None or (self.oldest is not None and common >= self.oldest):
             return common
         return max((p for p in (*self.points, len(self.tokens)) if p <= common), default=0)
 
@@ -151,6 +153,7 @@ class PrefixFiles:
             points if stateful(prefix.caches) else None,
             len(prefix.caches),
             of_head,
+            oldest_position(prefix.caches),
         )
         part = self.folder / f"{PART}{os.getpid()}.safetensors"
         try:
@@ -190,6 +193,15 @@ class PrefixFiles:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+def oldest_position(caches: Sequence[Any]) -> int | None:
+    """The first position that caches can go back to without a stored state, or None."""
+    restored = stateful(caches)
+    if not restored or not all(isinstance(cache, WindowCache) for cache in restored):
+        return None
+    oldest: int = max(cache.oldest for cache in restored)
+    return oldest
 
 
 def stored_rows(latest: LatestFeatures) -> ArraysCache:
