@@ -45,6 +45,7 @@ BEST, OTHERS = 20.0, -20.0
 WARM_UP_ROUNDS = 32
 PENALTY = 1.1
 PROMPT = [1, 2, 3]
+NUM_LAYERS = (2, 28)  # 28 as Qwen3-0.6B
 PACKAGES = tuple(package.__path__[0] for package in (specdec_mlx, mlx_lm))
 
 
@@ -136,12 +137,12 @@ def round_seconds(kind: Kind, context: int, num_rounds: int, draft_length: int) 
     return np.diff(times[WARM_UP_ROUNDS:]).tolist()
 
 
-def two_layers(vocab_size: int = VOCAB_SIZE) -> nn.Module:
-    """A tiny random llama, whose passes need as much Python as two layers of a real model."""
+def thin_model(num_layers: int, vocab_size: int = VOCAB_SIZE) -> nn.Module:
+    """A thin random llama, whose passes need as much Python as the layers of a real model."""
     mx.random.seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": vocab_size}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    how = {"model_type": "llama", "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
+    how = {"model_type": "llama", "num_hidden_layers": num_layers, "rms_norm_eps": 1e-5}
     model: nn.Module = llama.Model(llama.ModelArgs(**how, **sizes, **heads))
     mx.eval(model.parameters())
     return model
@@ -289,7 +290,7 @@ def gaps(
 
 def beside_mlx_lm(draft_lengths: Sequence[int], num_rounds: int, repeats: int) -> str:
     """A table of both loops: counts, and medians of seconds that are measured in turns."""
-    models = {"table": Table(256), "2 layers": two_layers(256)}
+    models = {"table": Table(256)} | {f"{n} layers": thin_model(n, 256) for n in NUM_LAYERS}
     rows = []
     for (level, loops), name, draft_length in product(LOOPS.items(), models, draft_lengths):
         how = models[name], draft_length

@@ -169,9 +169,7 @@ def trained_window(config: Config, *, is_of_target: bool) -> int | None:
     is_of_target: the other entries of the config may describe the target.
     """
     if type(length := config.get(TRAINED_LENGTH)) is int and length > 1:
-        # A position of a training text saw half of the text on average. With half of the length,
-        # both of the lab's heads guess better than with all of it (`benchmarks.windows`).
-        return length // 2
+        return length
     most = None if is_of_target else text_part(config).get("max_position_embeddings")
     return most if type(most) is int and most > 0 else None
 
