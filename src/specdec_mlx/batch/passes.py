@@ -125,7 +125,8 @@ class SharedPasses(BatchPasses):
         calls: list[Call] = []
         # A text alone runs its recurrences step by step, so that rows must do so too to give the
         # same bits.
-        width, kernels = max(map(len, fed)), self.kernels_around(len(fed) * max(map(len, fed)))
+        width = max(map(len, fed))
+        kernels = self.kernels_around(len(fed) * width)
         with in_steps(self.model, width), watching(watched, calls.append), kernels:
             logits = self.caches.feed(self.model, fed)
         passes = []
