@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_610,
-    "library": 144_630,
+    "library": 144_840,
     "lab": 75_540,
     "server": 44_450,
 }
