@@ -63,6 +63,7 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "mamba": {},  # recurrent without a mask
     "llama4": {},  # with caches of its own
     "gemma2": {},  # with a mask for one text only
+    "minimax_m3_vl": {},  # which chooses blocks of rows, where padding counts
     "internlm2": tiny.DYNAMIC,  # the base of its rope goes by the length, one for all rows
     "internlm3": tiny.DYNAMIC,
 }

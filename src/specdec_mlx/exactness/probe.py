@@ -253,7 +253,8 @@ def can_hold_rows(model: nn.Module) -> bool:
         try:
             with in_steps(model, max(TEXT_WIDTHS)):
                 report = _texts_report(model, rows)
-                if is_rounding(model, report.max_difference, report.spread):
+                is_right = is_rounding(model, report.max_difference, report.spread)
+                if is_right and not chooses_blocks(model):
                     return True
             reason = "its texts differ from what they are alone"
         except Exception as error:
