@@ -96,7 +96,8 @@ class PrefixFiles:
         self.folder, self.key, self.most_bytes = folder, key, most_bytes
         self._headers = dict[Path, Header]()
         for part in folder.glob(f"{PART}*"):  # of a process that was killed
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # of a folder that is only read
+                part.unlink(missing_ok=True)
         for path in folder.glob(f"{key}-*.safetensors"):
             try:
                 header = Header.of(path)
@@ -130,7 +131,8 @@ class PrefixFiles:
             of_point = stateful(caches)
             at = {p: [next(rest) for _ in of_point] for p in header.points or ()}
             # The time of its last use: `_delete_oldest` sorts by it.
-            os.utime(path)
+            with suppress(OSError):
+                os.utime(path)
         except Exception as error:
             del self._headers[path]
             self._put_aside(path, error)
@@ -170,6 +172,9 @@ class PrefixFiles:
             self._delete_oldest()
         except (OSError, RuntimeError) as error:
             logging.warning(f"Prompt cache: {self.folder} cannot be written: {error}")
+        finally:  # a part takes room on a full disk
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
     def _delete_oldest(self) -> None:
         files = list[tuple[int, int, Path]]()
