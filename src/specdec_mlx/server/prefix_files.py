@@ -262,20 +262,29 @@ class ServedStates(DrafterStates):
     Attributes:
         prefixes: where the states are stored.
         loaded: the target. Without one there are no files.
+        tokens, keys: of the prompt. Its keys tell pictures apart.
     """
 
     prefixes: Prefixes
     loaded: LoadedModel | None = None
+    tokens: Sequence[int] = ()
+    keys: Sequence[int] = ()
+
+    def keys_of(self, text: Sequence[int]) -> list[int]:
+        """The keys of a text, which begins as the prompt does."""
+        tokens = list(text)
+        common = num_common(self.tokens, tokens)
+        return [*self.keys[:common], *tokens[common:]]
 
     def fetch(self, owner: nn.Module, tokens: Sequence[int]) -> tuple[list[Any] | None, int]:
         # `fetch_nearest_cache` leaves the last token to be fed.
-        known, files = [*tokens, 0], self.files(owner)
+        known, files = [*self.keys_of(tokens), 0], self.files(owner)
         caches, rest = self.prefixes.fetch_nearest_cache(place_of(owner), known, files)
         return caches, len(known) - len(rest)
 
     def store(self, owner: nn.Module, tokens: Sequence[int], caches: list[Any]) -> None:
         files = self.files(owner)
-        self.prefixes.insert_cache(place_of(owner), list(tokens), caches, files)
+        self.prefixes.insert_cache(place_of(owner), self.keys_of(tokens), caches, files)
 
     def files(self, owner: nn.Module) -> PrefixFiles | None:
         """The files of a head. A draft model can read its text again, so it has none."""
