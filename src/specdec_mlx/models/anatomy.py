@@ -135,30 +135,26 @@ def standing_in(
 _set = object.__setattr__  # past MLX's setter, which looks for parameters
 
 
-def _plain_class(module: nn.Module) -> Any:
-    """A module's own class, whether a pass is watching the module or not."""
-    kind = type(module)
-    return vars(kind).get("plain_class", kind)
-
-
 def _report(modules: Iterable[nn.Module]) -> None:
     for module in modules:
+        kind = type(module)
         # Python looks `__call__` up on the class, so that replacing it on the instance has no
         # effect.
-        _set(module, "__class__", _reporting(_plain_class(module)))
+        _set(module, "__class__", _reporting(getattr(kind, "plain_class", kind)))
 
 
 def _stop_reporting(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        _set(module, "__class__", _plain_class(module))
+        _set(module, "__class__", getattr(type(module), "plain_class", type(module)))
 
 
 def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
     """Change a module's own class for good, whether a pass is watching the module or not."""
     with _lock:
-        kind = _plain_class(module)
-        changed: Any = change(kind)
-        _set(module, "__class__", changed if type(module) is kind else _reporting(changed))
+        kind: Any = type(module)
+        plain = getattr(kind, "plain_class", kind)
+        changed: Any = change(plain)
+        _set(module, "__class__", changed if kind is plain else _reporting(changed))
 
 
 @cache
