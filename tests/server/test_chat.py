@@ -239,6 +239,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: expected `int` <= 20, got 21"),
     ({"logit_bias": {"5": None}}, "logit_bias: expected `float`, got {'5': None}"),
     ({"logit_bias": {"x": 1}}, "logit_bias: expected `int`, got {'x': 1}"),
+    ({"logit_bias": {"5": 1e300}}, "logit_bias: expected `float` <= 10000.0, got {'5': 1e+300}"),
+    ({"presence_penalty": -1e300}, "presence_penalty: expected `float` >= -10000.0, got -1e+300"),
+    (
+        {"repetition_context_size": 2**32},
+        "repetition_context_size: expected `int` <= 2147483647, got 4294967296",
+    ),
     ({"max_tokens": 0}, "max_tokens: expected `int` >= 1, got 0"),
     ({"max_completion_tokens": "5"}, "max_completion_tokens: expected `int`, got '5'"),
     ({"model": 5}, "model: expected `str`, got 5"),

@@ -61,6 +61,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt: expected a text, token ids, or a list of 1 to 128"),
     ({"prompt": ["a", 3]}, "prompt: expected a text"),
     ({"prompt": [True]}, "prompt.0.: expected `int . str . array`, got True"),
+    ({"prompt": [5, -1]}, "prompt.1.: expected `int` >= 0, got -1"),
+    ({"prompt": [[5, -1]]}, "prompt.0..1.: expected `int` >= 0, got -1"),
     ({"prompt": ["a"] * (MOST_PROMPTS + 1)}, "prompt: expected a text"),
     ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
     ({"logprobs": 21}, "logprobs: expected `int` <= 20, got 21"),

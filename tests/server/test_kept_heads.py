@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 import heads
 from engines import PROMPT, ask, queued_together, running, settled, submit, with_flags
@@ -21,6 +22,8 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, DraftModel
 from specdec_mlx.drafters.drawing import ChainDraws
 from specdec_mlx.drafters.heads.drafter import anatomy_for_head
 from specdec_mlx.memory.drafter_states import LatestFeatures
+from specdec_mlx.server.prefix_files import ServedStates
+from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.token_ids import to_list
 from tiny_model_folder import write_model_folder
 
@@ -171,3 +174,14 @@ def test_a_file_of_another_head_is_refused(
     with engine_for(folder, other, prompt_cache=disk) as engine:
         ask(engine, prompt=prompt)
     assert "it is of another model or head" in caplog.text
+
+
+def test_a_state_beside_one_picture_is_not_taken_beside_another(folder: Path) -> None:
+    """The tokens of both prompts are the same. What stands before the picture is shared."""
+    owner, prefixes, text = mlx_lm.load(str(folder))[0], Prefixes(10), [5, 9, 9, 6, 7]
+    caches = make_prompt_cache(owner)
+    owner(mx.array([text]), cache=caches)
+    pictures = ([5, -1, -1, 6], [5, -2, -2, 6])
+    one, other = (ServedStates(prefixes, None, text[:4], keys) for keys in pictures)
+    one.store(owner, text, caches)
+    assert [states.fetch(owner, text)[1] for states in (one, other)] == [5, 1]

@@ -26,6 +26,7 @@ from specdec_mlx.server.requests import (
     TextRequest,
     Transcript,
 )
+from wires import events_in, message_of, response_of
 
 PNG = "iVBORw0KGgo"
 URL = f"data:image/png;base64,{PNG}"
@@ -227,7 +228,8 @@ def test_half_a_pair_of_surrogates_in_a_call_is_replaced() -> None:
 
 def test_an_answer_without_a_text_is_an_empty_one() -> None:
     """Clients count on a text where there is no call."""
-    written = Transcript(ended=Ended("stop"))
+    written = Transcript()
+    written.add(Ended("stop"))
     asked = CHAT.read({"messages": [{"role": "user", "content": "go"}]})
     assert CHAT.reply(asked).build([written])["choices"][0]["message"]["content"] == ""
     written.add(CallBegan(0, "1", "f", "{}"))
@@ -279,25 +281,49 @@ def test_a_chosen_tool_is_one_of_the_tools() -> None:
             wire.read(body)
 
 
-def test_a_whole_reply_is_what_the_events_of_its_texts_make() -> None:
-    """Each part at once: thoughts, the answer, calls, the end."""
-    events: list[Event] = [
-        *(
-            TextPiece("so ", is_thought=True),
-            TextPiece("so", is_thought=True),
-            TextPiece("I "),
-            TextPiece("go."),
+@pytest.mark.parametrize(
+    ("wire", "field", "of_stream", "parts", "kinds"),
+    [
+        (MESSAGES, "messages", message_of, "content", ["text", "tool_use", "text", "thinking"]),
+        (
+            RESPONSES,
+            "input",
+            response_of,
+            "output",
+            ["message", "function_call", "message", "reasoning"],
         ),
+    ],
+    ids=["messages", "responses"],
+)
+def test_a_whole_reply_has_the_order_of_its_stream(
+    wire: Wire, field: str, of_stream: Any, parts: str, kinds: list[str]
+) -> None:
+    """A text after a call comes after the call, and a thought after that text."""
+    events: list[Event] = [
+        *(TextPiece("I "), TextPiece("go.")),
         *(CallBegan(0, "1", "f", '{"a": '), CallArguments(0, "1}")),
-        *(CallBegan(1, "2", "g", "{"), CallBroken(1, "<call>{")),
-        Ended("tool_calls"),
+        TextPiece("Then"),
+        *(TextPiece("so ", is_thought=True), TextPiece("so", is_thought=True)),
+        Ended("tool_calls", num_prompt=3),
     ]
-    written = Transcript()
+    asked = wire.read({field: [{"role": "user", "content": "go"}]})
+    written, stream = Transcript(), wire.reply(asked)
+    raw = b"".join(stream.begin())
     for event in events:
         written.add(event)
-    assert written.events() == [
-        TextPiece("so so", is_thought=True),
-        TextPiece("I go.<call>{", logprobs=[]),
-        CallBegan(0, "1", "f", '{"a": 1}'),
-        Ended("tool_calls"),
-    ]
+        raw += b"".join(stream.write(0, event))
+    whole, streamed = wire.reply(asked).build([written]), of_stream(events_in(raw))
+    assert [part["type"] for part in whole[parts]] == kinds
+    for part in (*whole[parts], *streamed[parts]):
+        part.pop("id", None)
+    assert whole[parts] == streamed[parts]
+
+
+def test_a_call_that_broke_is_text_in_its_place() -> None:
+    written = Transcript()
+    begun, broken = CallBegan(1, "2", "g", "{"), CallBroken(1, "<call>{")
+    events = [CallBegan(0, "1", "f", "{}"), begun, CallArguments(1, '"'), broken, Ended("stop")]
+    for event in events:
+        written.add(event)
+    assert written.events == [events[0], TextPiece("<call>{"), Ended("stop")]
+    assert (written.text, [call["name"] for call in written.calls]) == ("<call>{", ["f"])

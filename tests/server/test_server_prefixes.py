@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ import tiny
 from engines import ask, queued_together, running, settled, submit, with_flags
 from lossless import rows_of
 from selection import FULL, cases, in_one_test
+from specdec_mlx.server import prefix_files
 from specdec_mlx.server.prefix_files import PrefixFiles
 from specdec_mlx.server.prefixes import MOST_POINTS, Prefixes, stateful, thinned
 from specdec_mlx.server.requests import Ended, Transcript
@@ -263,6 +265,44 @@ def test_no_flipped_bit_and_no_cut_is_an_error_or_a_wrong_cache(data: st.DataObj
     name = renamed(KEY, written())[0]
     for tokens in ([*TEXT, 3], [*TEXT[:50], *OTHER]):
         assert fetched(name, bytes(whole), tokens)[0] is None
+
+
+def test_a_folder_that_is_only_read_gives_its_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a part of a file was left in it, and the time of a use cannot be set."""
+
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    name, content = renamed(KEY, written())
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / ".part-7.safetensors").write_bytes(content[:99])
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(os, "utime", refuse)
+    files = PrefixFiles(tmp_path, KEY, 10**9)
+    caches, rest = Prefixes(10).fetch_nearest_cache("model", [*TEXT, 3], files)
+    assert (caches is not None, rest) == (True, [3])
+
+
+def test_a_full_disk_keeps_no_part_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files before are there still."""
+
+    def write_a_part(path: str, *more: Any) -> None:
+        Path(path).write_bytes(b"a part")
+        raise RuntimeError("[write] Unable to write 9 bytes to file.")
+
+    name, content = renamed(KEY, written())
+    (tmp_path / name).write_bytes(content)
+    files, store = PrefixFiles(tmp_path, KEY, 10**9), Prefixes(10)
+    caches, _ = store.fetch_nearest_cache("model", [*TEXT, 3], files)
+    assert caches is not None
+    monkeypatch.setattr(prefix_files, "save_prompt_cache", write_a_part)
+    store.insert_cache("model", TEXT, caches, files)
+    assert "Unable to write" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def with_config(**changes: Any) -> Callable[[Path], str | None]:

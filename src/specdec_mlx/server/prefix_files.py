@@ -96,7 +96,8 @@ class PrefixFiles:
         self.folder, self.key, self.most_bytes = folder, key, most_bytes
         self._headers = dict[Path, Header]()
         for part in folder.glob(f"{PART}*"):  # of a process that was killed
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # of a folder that is only read
+                part.unlink(missing_ok=True)
         for path in folder.glob(f"{key}-*.safetensors"):
             try:
                 header = Header.of(path)
@@ -130,7 +131,8 @@ class PrefixFiles:
             of_point = stateful(caches)
             at = {p: [next(rest) for _ in of_point] for p in header.points or ()}
             # The time of its last use: `_delete_oldest` sorts by it.
-            os.utime(path)
+            with suppress(OSError):
+                os.utime(path)
         except Exception as error:
             del self._headers[path]
             self._put_aside(path, error)
@@ -170,6 +172,9 @@ class PrefixFiles:
             self._delete_oldest()
         except (OSError, RuntimeError) as error:
             logging.warning(f"Prompt cache: {self.folder} cannot be written: {error}")
+        finally:  # a part takes room on a full disk
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
     def _delete_oldest(self) -> None:
         files = list[tuple[int, int, Path]]()
@@ -257,20 +262,29 @@ class ServedStates(DrafterStates):
     Attributes:
         prefixes: where the states are stored.
         loaded: the target. Without one there are no files.
+        tokens, keys: of the prompt. Its keys tell pictures apart.
     """
 
     prefixes: Prefixes
     loaded: LoadedModel | None = None
+    tokens: Sequence[int] = ()
+    keys: Sequence[int] = ()
+
+    def keys_of(self, text: Sequence[int]) -> list[int]:
+        """The keys of a text, which begins as the prompt does."""
+        tokens = list(text)
+        common = num_common(self.tokens, tokens)
+        return [*self.keys[:common], *tokens[common:]]
 
     def fetch(self, owner: nn.Module, tokens: Sequence[int]) -> tuple[list[Any] | None, int]:
         # `fetch_nearest_cache` leaves the last token to be fed.
-        known, files = [*tokens, 0], self.files(owner)
+        known, files = [*self.keys_of(tokens), 0], self.files(owner)
         caches, rest = self.prefixes.fetch_nearest_cache(place_of(owner), known, files)
         return caches, len(known) - len(rest)
 
     def store(self, owner: nn.Module, tokens: Sequence[int], caches: list[Any]) -> None:
         files = self.files(owner)
-        self.prefixes.insert_cache(place_of(owner), list(tokens), caches, files)
+        self.prefixes.insert_cache(place_of(owner), self.keys_of(tokens), caches, files)
 
     def files(self, owner: nn.Module) -> PrefixFiles | None:
         """The files of a head. A draft model can read its text again, so it has none."""

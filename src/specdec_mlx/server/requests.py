@@ -256,16 +256,27 @@ Event = PromptProgress | TextPiece | CallBegan | CallArguments | CallBroken | En
 
 @dataclass
 class Transcript:
-    """All events of one text, put together; `ended` once it has ended."""
+    """All events of one text, put together; `ended` once it has ended.
+
+    Attributes:
+        events: in their order. A call that broke is text.
+    """
 
     text: str = ""
     thoughts: str = ""
     calls: list[dict[str, str]] = field(default_factory=list)  # id, name, arguments
     logprobs: list[TokenLogprob] = field(default_factory=list)
     ended: Ended | None = None
+    events: list[Event] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
         """Take the next event; raises the error of `Failed`."""
+        if isinstance(event, CallBroken):
+            self.calls.pop()
+            while not isinstance(self.events.pop(), CallBegan):
+                pass
+            event = TextPiece(event.text)
+        self.events.append(event)
         match event:
             case TextPiece():
                 if event.is_thought:
@@ -278,20 +289,7 @@ class Transcript:
                 self.calls.append(call)
             case CallArguments():
                 self.calls[-1]["arguments"] += event.text
-            case CallBroken():
-                self.calls.pop()
-                self.text += event.text
             case Ended():
                 self.ended = event
             case Failed():
                 raise event.error
-
-    def events(self) -> list[Event]:
-        """The events of the text, had each part of it come at once; once it has ended."""
-        assert self.ended is not None
-        calls = [
-            CallBegan(index, call["id"], call["name"], call["arguments"])
-            for index, call in enumerate(self.calls)
-        ]
-        answer = TextPiece(self.text, logprobs=self.logprobs)
-        return [TextPiece(self.thoughts, is_thought=True), answer, *calls, self.ended]

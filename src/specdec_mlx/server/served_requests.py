@@ -185,14 +185,14 @@ class ServedText:
         """
         self.ticket, self.request, self.prefixes = ticket, ticket.request, prefixes
         self.loaded, self.prompt = preparation.loaded, preparation.prompt
-        # A drafter reads the conversation again only from where it has changed.
-        self.drafter_states = ServedStates(draft_caches, self.loaded)
         self.max_tokens, self.flags = preparation.max_tokens, models.flags
         self.generated = list[int]()
         self.stats: SpeculationStats | None = None
         self.num_cached: int | None = None
         self.is_batched = False
         request, prompt, tokenizer = self.request, self.prompt, self.loaded.tokenizer
+        # A drafter reads the conversation again only from where it has changed.
+        self.drafter_states = ServedStates(draft_caches, self.loaded, prompt.tokens, prompt.keys)
         by_request, by_flags = request.num_draft_tokens, self.flags.num_draft_tokens
         self.num_draft_tokens = by_flags if by_request is None else by_request
         self.rule = request.rule or self.flags.rule

@@ -41,6 +41,7 @@ SMALL = 2**20  # bytes of a body whose values need not be counted
 NUM_SEEDS = 2**64  # MLX takes seeds of 64 bits
 MOST_DRAFTERS = 8  # most drafters tried in order by one request: all of them read the prompt
 LONGEST_DRAFT = 64  # longest draft of a request: each token of it is a position in a pass
+MOST_BIAS = 1e4  # most that is added to a logit: far more is infinite in 16 bits
 MOST_LOGPROBS = 20  # most alternatives that are reported beside a token, as OpenAI does
 BUDGETS = {"minimal": 512, "low": 1024, "medium": 8192, "high": 24576}
 """Most tokens of a thought, by the effort of reasoning; other efforts have no bound."""
@@ -118,6 +119,7 @@ def checked(value: Any, kind: type[S]) -> S:
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=0, lt=2**31)]  # MLX slices by 32 bits
 Length = Annotated[int, Meta(ge=1)]
 NumTop = Annotated[int, Meta(ge=-1, le=MOST_LOGPROBS)]
 ToolMode = Annotated[str, Meta(pattern="^(auto|none|required)$")]
@@ -184,12 +186,12 @@ class PenaltyFields(SamplingFields, kw_only=True):
     """The arguments of mlx-lm's `make_logits_processors` that a request may give."""
 
     repetition_penalty: Annotated[float, Meta(ge=0)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_context_size: Count | None = None
-    presence_context_size: Count | None = None
-    frequency_context_size: Count | None = None
-    logit_bias: dict[Count, float] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-MOST_BIAS)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-MOST_BIAS)] | None = None
+    repetition_context_size: Size | None = None
+    presence_context_size: Size | None = None
+    frequency_context_size: Size | None = None
+    logit_bias: dict[Count, Annotated[float, Meta(le=MOST_BIAS)]] | None = None
 
 
 class Body(PenaltyFields, kw_only=True):

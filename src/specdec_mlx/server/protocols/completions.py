@@ -30,7 +30,7 @@ MOST_PROMPTS = 128  # most prompts of one request
 class CompletionBody(ChoicesBody, kw_only=True):
     """The fields of a completion. prompt: a text, token ids, or a list of either."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: str | list[Count | str | list[Count]]
     max_tokens: Count | None = None
     echo: bool = False
     suffix: Any = None

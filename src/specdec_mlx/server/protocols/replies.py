@@ -172,7 +172,7 @@ class ItemReply(Reply):
 
     def build(self, texts: Sequence[Transcript]) -> Object:
         """The object that a stream of the same text comes to."""
-        for event in texts[0].events():
+        for event in texts[0].events:
             list(self.write(0, event))
         return self.content
 
