@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_500,
-    "library": 144_550,
+    "library": 144_700,
     "lab": 75_540,
     "server": 44_600,
 }
