@@ -93,6 +93,14 @@ def test_a_tool_may_be_chosen(choice: Any, expected: str) -> None:
     assert (request.tool_choice, request.tools) == (expected, [TOOL])
 
 
+def test_some_tools_may_be_allowed() -> None:
+    other = {"type": "function", "function": {"name": "write"}}
+    allowed = {"mode": "required", "tools": [NAMED]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    request = request_of(tools=[TOOL, other], tool_choice=choice)
+    assert (request.tool_choice, request.tools) == ("required", [TOOL])
+
+
 def test_all_fields_reach_the_engine() -> None:
     request = request_of(
         model="m",

@@ -137,6 +137,7 @@ class Tool(Struct, frozen=True):
     function: Tool | None = None
     tools: list[Tool] = []
     mode: ToolMode = AUTO
+    allowed_tools: Tool | None = None
     disable_parallel_tool_use: bool = False
 
 
@@ -281,9 +282,10 @@ def choose_tool(request: TextRequest, choice: str | Tool) -> None:
     elif choice.type == "any":
         request.tool_choice = REQUIRED
     elif choice.type == "allowed_tools":
-        names = [tool.name for tool in choice.tools]
+        allowed = choice.allowed_tools or choice  # of chats, and of responses
+        names = [(tool.function or tool).name for tool in allowed.tools]
         request.tools = [tool for tool in request.tools if tool["function"]["name"] in names]
-        request.tool_choice = choice.mode
+        request.tool_choice = allowed.mode
     else:
         name = (choice.function or choice).name
         if name is None or name not in [tool["function"]["name"] for tool in request.tools]:
