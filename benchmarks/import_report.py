@@ -33,13 +33,17 @@ def row_of(report: MachineReport, depth: int | None = None, fits: str = "") -> s
         fits: pattern of the chips and weights whose prior the row is. "" for none.
 
     Raises:
-        ValueError: the report has no costs at this depth.
+        ValueError: the report has no costs at this depth, or the pattern is wrong.
     """
     least = min(report.costs, default=0)
     depth = least if depth is None else depth
     if depth not in report.costs:
         measured = ", ".join(map(str, report.costs)) or "none"
         raise ValueError(f"The report has no costs after {depth} tokens. It has: {measured}.")
+    try:
+        re.compile(fits)
+    except re.error as error:
+        raise ValueError(f"--fits {fits!r}: expected a regular expression ({error}).") from error
     curve, model = report.costs[depth], report.model
     # A pass over more rows never costs less, and the rest is noise.
     relative = isotonic([(cost, 1.0) for cost in curve.relative()])
@@ -49,8 +53,11 @@ def row_of(report: MachineReport, depth: int | None = None, fits: str = "") -> s
     name = f"{name.removeprefix('apple-')}-{model.gigabytes:.1f}gb"
     if depth > least:
         name, what = f"{name}-{depth}", f"{what}, after {depth} tokens"
-    source = f"measured {report.date}, MLX {report.versions['mlx']}, specdec-mlx bench --report"
-    return "\t".join([name, " ".join(pairs), NO_TILE, fits, what, source])
+    mlx = report.versions.get("mlx", "unknown")
+    source = f"measured {report.date}, MLX {mlx}, specdec-mlx bench --report"
+    fields = name, " ".join(pairs), NO_TILE, fits, what, source
+    # A report may come from anybody, and a tab or a new line would be a further column or row.
+    return "\t".join(" ".join(field.split()) for field in fields)
 
 
 def with_row(table: str, row: str) -> str:

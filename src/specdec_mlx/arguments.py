@@ -289,10 +289,16 @@ def existing_file(text: str) -> Path:
     return path
 
 
-def new_file(text: str) -> Path:
-    """The path of a file to write. Raises OSError now if that is impossible."""
+def new_file(text: Path | str) -> Path:
+    """The path of a file to write. Raises ValueError now if that is impossible."""
     path = Path(text)
-    path.touch()
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}. Give another.") from error
+    if is_new:
+        path.unlink()
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -409,6 +410,12 @@ MEANT = {
     "memory inf": "'inf' is none of build, info, merge, prune, export. Did you mean info?",
     "server --memory-for usr": "'usr' is none of all, user, key. Did you mean user?",
     "generate --memory-for user": "unrecognized arguments: --memory-for user",
+    "bench --json none/x.json": "argument --json: none/x.json cannot be written: No such file",
+    "replay --plot .": "argument --plot: . cannot be written: Is a directory. Give another.",
+    "replay --draft-cost nan": "argument --draft-cost: 'nan': expected a number >= 0.",
+    "train --layers 1,x": "argument --layers: 'x': expected an int >= 0.",
+    "train --temps 0,x": "argument --temps: 'x': expected a number >= 0.",
+    "train --learning-rate nan": "argument --learning-rate: 'nan': expected a number >= 0.",
     "bench --prompts none.jsonl": f"argument --prompts: there is no file {Path.cwd()}/none.jsonl.",
     "generate --lark none.lark": f"argument --lark: there is no file {Path.cwd()}/none.lark.",
 }
@@ -432,6 +439,17 @@ def test_ctrl_c_ends_with_a_word(
     monkeypatch.setattr("specdec_mlx.cli.drafters.main", interrupted)
     assert cli.main(["drafters"]) == 130
     assert capsys.readouterr().err == "\nStopped.\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As `specdec-mlx --help | head`, with a reader that is gone before the first line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "specdec_mlx", "--help"]
+    env = os.environ | {"PYTHONUNBUFFERED": ""}  # a buffer is written at the end
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, env=env)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_without_a_network_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,10 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        return _run(name, flags)
+        status = _run(name, flags)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (*(ValueError, RuntimeError, OSError), *(LogitsError, MissingBackendError)) as error:
         if sys.stdout.isatty() and name in ("generate", "chat"):
             print()  # ends the line of a text that was streamed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,5 +137,7 @@ def _facts(memory: Memory) -> dict[str, str]:
 
 
 def tokenizer_of(model: str) -> Any:
+    # A file may be longer than a prompt, and nothing here reads it in one pass.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     with explained(model):
         return load_tokenizer(model)

@@ -136,7 +136,7 @@ def read_file(path: Path, kind: str, header_type: type[H]) -> tuple[H, Integers]
 def other_kind(path: Path, got: str, expected: str) -> MemoryFileError:
     return MemoryFileError(
         f"{path} holds {got!r}, expected {expected!r}. A memory of texts is for SuffixDrafter and "
-        "--memory, a table of n-grams for NGramDrafter(table=...) and --drafter ngram:table=FILE."
+        "--memory, a table of n-grams for --drafter ngram-table:table=FILE."
     )
 
 

@@ -423,7 +423,8 @@ def test_cost_curves_run_through_their_points() -> None:
     assert parse_cost("measured", measured) is measured
     costs = {"linear:0.5": 0.2, "2,3,5": 0.25}
     assert {text: parse_cost(text, measured)(3) for text in costs} == pytest.approx(costs)
-    for text in ("measured", "linear:x", "quadratic", "1,x", "linear:-1", "1,0", "0,1", ""):
+    wrong = "measured", "linear:x", "quadratic", "1,x", "linear:-1", "1,0", "0,1", ""
+    for text in (*wrong, "linear:nan", "linear:inf", "1,nan"):
         with pytest.raises(ValueError, match=r"[Cc]ost"):
             parse_cost(text, None)
     for positions, numbers in [((2, 1), (1, 1)), ((2, 3), (1, 1)), ((1, 2), (1,)), ((1,), (1,))]:

@@ -125,6 +125,20 @@ def test_time_runs_out_between_rows_and_the_report_says_which_are_missing(
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_report_that_cannot_be_written_is_refused_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder is in the place of the file, or a file in the place of the folder."""
+    monkeypatch.setattr(bench_command, "measure_report", None)
+    model = write_model_folder(tmp_path / "model")
+    (tmp_path / "out" / JSON_FILE).mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for place in ("out", "file"):
+        assert main(["bench", "--report", str(tmp_path / place), "--model", str(model)]) == 2
+        assert str(tmp_path / place) in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
 def test_flags_of_other_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A prompt of a file would name its kind, and a drafter may name a path."""
     for flags in (["--temp", "1"], ["--drafter", "ngram"], ["--no-cost"], ["--draft-layers", "1"]):
@@ -172,6 +186,15 @@ def test_a_repository_of_mlx_community_is_named_and_no_other(tmp_path: Path) -> 
         assert (found.name, found.weights) == (name, "4 affine")
 
 
+def test_a_folder_that_is_called_as_a_repository_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's name is its owner's, also in a folder `mlx-community`."""
+    write_model_folder(tmp_path / "mlx-community" / "my-private-model")
+    monkeypatch.chdir(tmp_path)
+    assert report.facts_of("mlx-community/my-private-model").name == ""
+
+
 models_in = report.models_in
 
 
@@ -212,3 +235,15 @@ def test_an_imported_row_is_read_back_as_the_curve_that_was_measured(
     (folder / JSON_FILE).write_text("{}")
     with pytest.raises(ValueError, match="no report of a machine"):
         load_report(folder / JSON_FILE)
+
+
+def test_a_report_cannot_break_the_table_of_chips() -> None:
+    """A report may come from anybody: every field is a single column of a single line."""
+    odd = replace(example(), chip="M4\tPro\nm3-max\t1:1\x85", versions={})
+    name, costs, _, fits, what, source = import_report.row_of(odd).split("\t")
+    assert (name, costs, fits) == ("m4-pro-m3-max-1-1-4-affine-4.6gb", "1:1 2:1.45 3:1.45 4:2", "")
+    assert what.startswith("M4 Pro m3-max 1:1 , Metal")
+    assert "MLX unknown" in source
+    assert len("".join((name, what, source)).splitlines()) == 1
+    with pytest.raises(ValueError, match="expected a regular expression"):
+        import_report.row_of(example(), fits="M4(")

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import cycle, islice
+from math import inf
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -46,10 +47,10 @@ class CostCurve(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         positions, costs = list(self.positions), self.seconds
         is_sorted = positions == sorted({1, *positions}) and len(positions) == len(costs) > 1
-        if not is_sorted or min(costs) <= 0:
+        if not (is_sorted and all(0 < cost < inf for cost in costs)):
             raise ValueError(
                 f"Cost curve {self.name!r}: got positions {self.positions} with costs {costs}, "
-                "expected increasing positions from 1, two or more, costs > 0."
+                "expected increasing positions from 1, two or more, finite costs > 0."
             )
 
     def __call__(self, num_positions: int) -> float:

@@ -92,8 +92,9 @@ def save_record(record: Record, path: Path | str) -> None:
 
 def load_record(path: Path | str) -> Record:
     """Read a file of `save_record`. ValueError says what is wrong in another file."""
+    text = read_text(path)
     try:
-        return parse(read_text(path), Record)
+        return parse(text, Record)
     except ValueError as error:
         raise ValueError(
             f"{path} is no record of a benchmark: {error}. Make one with "

@@ -129,8 +129,9 @@ class MachineReport(Struct, frozen=True, forbid_unknown_fields=True):
 
 def load_report(path: Path | str) -> MachineReport:
     """Read a file of `save_report`. ValueError says what is wrong in another file."""
+    text = read_text(path)
     try:
-        return parse(read_text(path), MachineReport)
+        return parse(text, MachineReport)
     except ValueError as error:
         raise ValueError(
             f"{path} is no report of a machine: {error}. Make a report with "
@@ -379,7 +380,9 @@ def facts_of(place: Path | str) -> ModelFacts:
     weights = f"{packed.get('bits')} {packed.get('mode', 'affine')}" if packed else "float"
     # A model in the Hugging Face cache has its repository's name in its path.
     repositories = [part.removeprefix("models--").replace("--", "/") for part in Path(place).parts]
-    names = (name for name in (str(place), *repositories) if name.startswith(PUBLIC))
+    if not Path(place).is_dir():  # a folder's name is its owner's
+        repositories.append(str(place))
+    names = (name for name in repositories if name.startswith(PUBLIC))
     public = next(names, "")
     return ModelFacts(architecture, weights, weight_bytes(folder_of(place)) / 1e9, public)
 

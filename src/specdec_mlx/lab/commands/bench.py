@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import checked, new_file, number, parse_draft_length
+from specdec_mlx.arguments import argument, checked, new_file, number, parse_draft_length
 from specdec_mlx.drafters.choosing.choice import choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER, MODEL_DRAFTER
 from specdec_mlx.kernels import make_kernels
@@ -24,6 +24,7 @@ from specdec_mlx.lab import prompts
 from specdec_mlx.lab.bench.record import format_record, read_sessions, save_record
 from specdec_mlx.lab.bench.report import (
     FOLDER,
+    JSON_FILE,
     MINUTES,
     Budget,
     choose_draft,
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
     add(
         "--json",
-        type=new_file,
+        type=argument(new_file),
         metavar="FILE",
         help="write results, and the texts for specdec-mlx replay",
     )
@@ -131,6 +132,9 @@ def write_report(args: argparse.Namespace) -> int:
     budget = Budget(60 * args.minutes)
     args.model = args.model or choose_model()
     model, tokenizer = load_target(args.model)
+    # A folder that cannot be written is an error now, before minutes of measurements.
+    args.report.mkdir(parents=True, exist_ok=True)
+    new_file(args.report / JSON_FILE)
     args.draft_model = args.draft_model or choose_draft(args.model)
     choice = choice_of(args)
     names = (DEFAULT_DRAFTER, MODEL_DRAFTER) if choice.model.name else (DEFAULT_DRAFTER,)

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
     add("--texts", type=int, metavar="N", help="most texts drawn; more find a smaller bias (6000)")
     add("--seed", type=int, help="of all draws (0); rule auto is then the one for seeds")
-    add("--json", type=new_file, metavar="FILE", help="write the report there too")
+    add("--json", type=argument(new_file), metavar="FILE", help="write the report there too")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from specdec_mlx.arguments import new_file
+from specdec_mlx.arguments import argument, new_file, number
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import choice_of
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve, parse_cost
@@ -36,9 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     costs += f" others measured it: m3-max, m4-pro, m5-max-27b, ... (measured, {DEFAULT_SLOPE})"
     add_repeatable("--cost", metavar="CURVE", help=costs)
     each = "of a token drafted by a model, in passes over one position (%(default)s)"
-    add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
-    add("--json", type=new_file, metavar="FILE", help="write the scores")
-    add("--plot", metavar="FILE", help="draw the speeds at the first cost, as PNG, SVG or PDF")
+    add("--draft-cost", type=number(float, 0), default=0.0, metavar="C", help=each)
+    new = argument(new_file)
+    add("--json", type=new, metavar="FILE", help="write the scores")
+    picture = "draw the speeds at the first cost, as PNG, SVG or PDF"
+    add("--plot", type=new, metavar="FILE", help=picture)
 
 
 def main(args: argparse.Namespace) -> int:

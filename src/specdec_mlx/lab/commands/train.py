@@ -20,6 +20,7 @@ TEXTS = "a document each, or .jsonl in mlx-lm's formats for fine-tuning"
 HELD_OUT = "others of the kind to measure on (default: a twentieth of them)"
 TEMPS = "temperatures at which it answers each prompt, 0 for greedy (0,1)"
 MINUTES = "how long it may take in all: for as many answers and updates as there is time for"
+PEAK = "its peak (%(default)s)"
 DRAFT_STEPS = "tokens of the drafts that mtp and eagle3 are trained on (%(default)s)"
 LAYERS = "eagle3: layers it reads, from 0; exit: layers that draft; draft: its depth"
 DRAFT_VOCAB = "tokens that it can propose (eagle3: at most 32000; mtp: all)"
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=count, metavar="N", help=MINUTES)
     add("--steps", type=count, default=Updates.steps, help="updates (%(default)s)")
     add("--batch", type=count, default=Updates.batch, help="windows an update (%(default)s)")
-    add("--learning-rate", type=float, default=rate, metavar="RATE", help="its peak (%(default)s)")
+    add("--learning-rate", type=number(float, 0), default=rate, metavar="RATE", help=PEAK)
     add("--loss", choices=LOSSES, default=Updates.loss, help="what it minimises (%(default)s)")
     add("--draft-steps", type=count, default=Plan.num_steps, metavar="K", help=DRAFT_STEPS)
     add("--seed", type=int, default=Updates.seed, help="(%(default)s)")
@@ -99,11 +100,11 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def _temps(text: str) -> tuple[float, ...]:
-    temps = tuple(float(part) for part in text.split(","))
+    temps = tuple(map(number(float, 0), text.split(",")))
     if not all(map(is_temp, temps)):
         raise ValueError(f"{text!r}: expected temperatures of at least 0, such as 1,0.5.")
     return temps
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(map(number(int, 0), text.split(",")))
