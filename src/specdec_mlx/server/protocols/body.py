@@ -39,7 +39,6 @@ MOST_VALUES = 2**20
 SMALL = 2**20  # bytes of a body whose values need not be counted
 
 NUM_SEEDS = 2**64  # MLX takes seeds of 64 bits
-MOST_STOPS = 256  # most stop strings of a request: all are looked for after each token
 MOST_DRAFTERS = 8  # most drafters tried in order by one request: all of them read the prompt
 LONGEST_DRAFT = 64  # longest draft of a request: each token of it is a position in a pass
 MOST_BIAS = 1e4  # most that is added to a logit: far more is infinite in 16 bits
@@ -122,7 +121,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=0, lt=2**31)]  # MLX slices by 32 bits
 Length = Annotated[int, Meta(ge=1)]
-Stops = str | Annotated[list[str], Meta(max_length=MOST_STOPS)]
+Stops = str | Annotated[list[str], Meta(max_length=256)]  # all are looked for after each token
 NumTop = Annotated[int, Meta(ge=-1, le=MOST_LOGPROBS)]
 ToolMode = Annotated[str, Meta(pattern="^(auto|none|required)$")]
 
