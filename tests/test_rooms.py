@@ -58,7 +58,7 @@ TOKENS = {
     "core": 23_500,
     "library": 144_800,
     "lab": 75_600,
-    "server": 44_600,
+    "server": 44_850,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
