@@ -56,9 +56,9 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_610,
-    "library": 145_010,
+    "library": 145_170,
     "lab": 75_600,
-    "server": 44_600,
+    "server": 44_850,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

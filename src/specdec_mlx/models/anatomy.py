@@ -137,7 +137,7 @@ _set = object.__setattr__  # past MLX's setter, which looks for parameters
 
 def _report(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        kind = type(module)
+        kind: Any = type(module)
         # Python looks `__call__` up on the class, so that replacing it on the instance has no
         # effect.
         _set(module, "__class__", _reporting(getattr(kind, "plain_class", kind)))
@@ -145,7 +145,8 @@ def _report(modules: Iterable[nn.Module]) -> None:
 
 def _stop_reporting(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        _set(module, "__class__", getattr(type(module), "plain_class", type(module)))
+        kind: Any = type(module)
+        _set(module, "__class__", getattr(kind, "plain_class", kind))
 
 
 def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
