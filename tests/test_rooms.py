@@ -55,10 +55,10 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 23_500,
-    "library": 144_650,
+    "core": 23_610,
+    "library": 145_170,
     "lab": 75_600,
-    "server": 44_600,
+    "server": 44_850,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

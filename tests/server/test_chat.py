@@ -93,6 +93,14 @@ def test_a_tool_may_be_chosen(choice: Any, expected: str) -> None:
     assert (request.tool_choice, request.tools) == (expected, [TOOL])
 
 
+def test_some_tools_may_be_allowed() -> None:
+    other = {"type": "function", "function": {"name": "write"}}
+    allowed = {"mode": "required", "tools": [NAMED]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    request = request_of(tools=[TOOL, other], tool_choice=choice)
+    assert (request.tool_choice, request.tools) == ("required", [TOOL])
+
+
 def test_all_fields_reach_the_engine() -> None:
     request = request_of(
         model="m",
@@ -234,6 +242,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -1}, "top_k: expected `int` >= 0, got -1"),
     ({"seed": 0.5}, "seed: expected `int`, got 0.5"),
     ({"n": 33}, "n: expected `int` <= 32, got 33"),
+    ({"stop": ["x"] * 257}, "stop: expected `array` of length <= 256, got ['x'"),
     ({"stop": 5}, "stop: expected `str | array`, got 5"),
     ({"logprobs": "3"}, "logprobs: expected `bool | int`, got '3'"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: expected `int` <= 20, got 21"),

@@ -104,6 +104,26 @@ def test_a_request_names_one_host(hosts: str, version: str, status: str, port: i
     assert reply.count("HTTP/1.1") == 1
 
 
+JAVA = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+POST = f"POST /messages HTTP/1.1\r\n{HOST}Content-Length: 2\r\n"
+
+
+def test_a_request_that_asks_for_another_protocol_is_served(port: int) -> None:
+    """Java's own client asks for HTTP/2, and sends the body in HTTP/1.1. Others may follow."""
+    asking = f"{POST}{JAVA}\r\n" + "{}"
+    closing = f"{POST}Connection: close\r\n\r\n" + "{}"
+    expected = reply_to(port, closing)
+    assert "required field" in expected
+    for parts in ([asking + asking + closing], [asking[:99], asking[99:-1], "}" + closing]):
+        received = reply_to(port, *parts)
+        assert received.count("required field") == len("".join(parts).split("POST")) - 1
+    assert reply_to(port, f"{GET}{HOST}{JAVA}\r\n").startswith("HTTP/1.1 200 ")
+    refused = reply_to(port, f"{GET}{HOST}{HOST}{JAVA}\r\n")
+    assert refused.startswith("HTTP/1.1 400 ")
+    tunnel = reply_to(port, f"CONNECT example.com:443 HTTP/1.1\r\n{HOST}{JAVA}\r\n")
+    assert not tunnel.startswith("HTTP/1.1 200 ")
+
+
 def test_what_is_no_request_is_refused(port: int) -> None:
     assert reply_to(port, "\x16\x03\x01\x02\r\n\r\n").startswith("HTTP/1.1 400 ")
 

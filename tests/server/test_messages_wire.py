@@ -233,6 +233,7 @@ WRONG: list[dict[str, Any]] = [
     {"max_tokens": "9"},
     {"max_tokens": 0},
     {"stop_sequences": [1]},
+    {"stop_sequences": ["x"] * 257},
     {"metadata": "me"},
     {"thinking": True},
     {"tools": {"name": "a"}},
@@ -245,7 +246,7 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=map(json.dumps, WRONG))
+@pytest.mark.parametrize("wrong", WRONG, ids=[json.dumps(wrong)[:99] for wrong in WRONG])
 def test_a_wrong_body_is_refused_in_words(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         read(wrong.pop("messages", USER), **wrong)

@@ -77,7 +77,7 @@ def test_items_become_a_chat() -> None:
     items = [
         said("developer", "Use tools."),
         said("user", "Here is", "a folder."),
-        {"role": "user", "content": "Read a."},
+        {"type": None, "role": "user", "content": "Read a."},
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
         said("assistant", "I read it.", kind="output_text"),
         {"type": "function_call", "call_id": "1", "name": "read", "arguments": '{"path": "a"}'},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncio import TimerHandle, Transport
 from http import HTTPStatus
 
+from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from specdec_mlx.server.requests import BodyError
@@ -16,12 +17,17 @@ PATIENCE = 30.0  # seconds in which they have to come
 class BoundedConnection(HttpToolsProtocol):
     """A connection that is closed where headers are too large, too slow or without a host.
 
-    Source: RFC 9112, section 3.2, of the host; RFC 6585, section 5, of their size.
+    A request that asks for another protocol than WebSocket is served as if it did not ask. Java's
+    own client asks for HTTP/2 in the first request of each connection.
+
+    Source: RFC 9112, section 3.2, of the host; RFC 6585, section 5, of their size; RFC 9110,
+    section 7.8, of other protocols.
     """
 
     _timer: TimerHandle | None = None
     _num_bytes = 0  # of line and headers that have not come whole
     _refusal: BodyError | None = None
+    _is_asking = False  # for another protocol
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -34,11 +40,37 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Read on; what has come of line and headers is counted."""
         was_waiting = self._timer is not None
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            unread = data
+            while unread:
+                unread = self._read(unread)
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if was_waiting and self._timer is not None:
             self._num_bytes += len(data)
             if self._num_bytes > MOST_BYTES:
                 self._refuse(too_large())
+
+    def _read(self, data: bytes) -> bytes:
+        """Parse data. Returns what to parse next: a request that asked for another protocol."""
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            if self._is_asking:
+                # The parser has ended at the headers, and took no body.
+                return self._plain_head() + data[upgrade.args[0] :]
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+        return b""
+
+    def _plain_head(self) -> bytes:
+        """Line and headers of the request without the other protocol."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        left_out = b"connection", b"upgrade"
+        lines += [b"%s: %s" % header for header in self.headers if header[0] not in left_out]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -46,6 +78,12 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Look at them, and let the request begin; raises BodyError, which ends the parsing."""
+        parser, upgrade = self.parser, self._get_upgrade()
+        self._is_asking = parser.should_upgrade() and upgrade not in (None, b"websocket")
+        # After a request that closes the connection nothing is parsed.
+        self._is_asking &= parser.should_keep_alive()
+        if self._is_asking:  # it is parsed again
+            return
         self._stop_waiting()
         num_bytes = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
         hosts = [value for name, value in self.headers if name == b"host"]
@@ -57,6 +95,10 @@ class BoundedConnection(HttpToolsProtocol):
         if self._refusal is not None:
             raise self._refusal
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._is_asking:
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Say why a request is not read on, and close the connection."""

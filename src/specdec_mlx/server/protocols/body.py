@@ -121,6 +121,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0)]
 Size = Annotated[int, Meta(ge=0, lt=2**31)]  # MLX slices by 32 bits
 Length = Annotated[int, Meta(ge=1)]
+Stops = str | Annotated[list[str], Meta(max_length=256)]  # all are looked for after each token
 NumTop = Annotated[int, Meta(ge=-1, le=MOST_LOGPROBS)]
 ToolMode = Annotated[str, Meta(pattern="^(auto|none|required)$")]
 
@@ -137,6 +138,7 @@ class Tool(Struct, frozen=True):
     function: Tool | None = None
     tools: list[Tool] = []
     mode: ToolMode = AUTO
+    allowed_tools: Tool | None = None
     disable_parallel_tool_use: bool = False
 
 
@@ -281,9 +283,10 @@ def choose_tool(request: TextRequest, choice: str | Tool) -> None:
     elif choice.type == "any":
         request.tool_choice = REQUIRED
     elif choice.type == "allowed_tools":
-        names = [tool.name for tool in choice.tools]
+        allowed = choice.allowed_tools or choice  # of chats, and of responses
+        names = [(tool.function or tool).name for tool in allowed.tools]
         request.tools = [tool for tool in request.tools if tool["function"]["name"] in names]
-        request.tool_choice = choice.mode
+        request.tool_choice = allowed.mode
     else:
         name = (choice.function or choice).name
         if name is None or name not in [tool["function"]["name"] for tool in request.tools]:

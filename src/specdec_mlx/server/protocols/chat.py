@@ -17,6 +17,7 @@ from specdec_mlx.server.protocols.body import (
     AnswerFormat,
     Body,
     NumTop,
+    Stops,
     Tool,
     choose_tool,
     fields_of,
@@ -68,7 +69,7 @@ class ChoicesBody(Body, kw_only=True):
     """The fields of OpenAI's protocols with choices. `logprobs` may be the number itself."""
 
     response_format: AnswerFormat | None = None
-    stop: str | list[str] = ""
+    stop: Stops = ""
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
     logprobs: bool | Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] = False
     top_logprobs: NumTop = 0

@@ -23,6 +23,7 @@ from specdec_mlx.server.protocols.body import (
     Body,
     Config,
     Count,
+    Stops,
     Tool,
     choose_tool,
     fields_of,
@@ -124,7 +125,7 @@ class MessagesBody(Body, kw_only=True):
     messages: list[Turn]
     system: Any = None
     tool_choice: Tool = Tool(type=AUTO)
-    stop_sequences: str | list[str] = ""
+    stop_sequences: Stops = ""
     thinking: Thinking = Thinking()
     output_config: Config = Config()
     output_format: AnswerFormat | None = None

@@ -210,7 +210,7 @@ def read(body: Object) -> ParsedBody:
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     for each in items:
-        item = {"type": "message", **each}
+        item = {**each, "type": each.get("type") or "message"}
         _add(turns, item)
         if item["type"] == MORE_TOOLS:
             tools = tools + checked(item, MoreTools).tools
