@@ -136,6 +136,9 @@ def test_bits_quantize_the_head_and_not_the_target(name: str, tmp_path: Path) ->
     session = drafter.begin(reference.prompt, sd.drafters.DraftContext(vocab_size=heads.VOCAB))
     session.see(heads.features(drafter, reference.arrays["rows"]).rows(range(6)))
     assert len(session.propose(2)) == 2
+    for wrong in (0, 7, True):
+        with pytest.raises(ValueError, match=f"draft_bits={wrong!r}: expected one of"):
+            sd.load_head(tmp_path, target, draft_bits=wrong)
 
 
 @in_one_test("own", ["fc", "model.fc"])
@@ -158,6 +161,8 @@ def test_bits_of_a_single_matrix_are_read(own: str, tmp_path: Path) -> None:
     loaded = sd.load_head(tmp_path / "mixed", reference.target()).head
     assert same_weights(head, loaded)
     assert (loaded.fc.bits, loaded.lm_head.bits, loaded.layers[0].mlp.up_proj.bits) == (8, 3, 4)
+    with pytest.raises(HeadError, match="quantized form, so draft_bits=8 has no effect"):
+        sd.load_head(tmp_path / "mixed", reference.target(), draft_bits=8)
     assert "states have 32 numbers" in refused(tmp_path / "mixed", heads.target(width=64))
 
 
@@ -216,7 +221,13 @@ def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     weights = dict(reference.weights)
     more = {f"{tensor}.x": weights.pop(tensor)}
     assert f"1 parameters not in model: {ours}.x.)" in said("more", {**reference.weights, **more})
-    assert f"Missing 1 parameters: {ours}.). It is another variant" in said("fewer", weights)
+    fewer = said("fewer", weights)
+    assert f"Missing 1 parameters: {ours}.). It is another variant" in fewer
+    assert "Fetch it again, or use a head" in fewer
+    assert "has no tensors. Fetch its" in said("nothing", {})
+    if name == "eagle3":
+        del weights["d2t"]
+        assert "drafts 41 of 97 tokens, and its tensor d2t" in said("numbers", weights)
     if name.startswith("mtp"):
         ends = ("eh_proj.weight", "fc.weight")
         del weights[next((key for key in weights if key.endswith(ends)), "")]

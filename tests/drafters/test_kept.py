@@ -219,6 +219,16 @@ def test_the_kept_state_is_what_makes_the_drafts_alike(
     assert resumed != whole
 
 
+@in_one_test("kind", KINDS)
+def test_a_text_may_have_fewer_tokens_than_a_head_has_layers(kind: str) -> None:
+    """Later layers have no state then, and the text is the plain text."""
+    model, drafter = pair(kind)
+    for number in range(1, heads.NUM_MTP_LAYERS + 2):
+        how = {"max_tokens": 3, "prompt_cache": make_prompt_cache(model)}
+        plain = said(model, FIRST[:number], None, max_tokens=3)
+        assert said(model, FIRST[:number], drafter, **how) == plain
+
+
 # What is not trusted ------------------------------------------------------------------------------
 
 

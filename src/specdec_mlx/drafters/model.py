@@ -177,11 +177,11 @@ class ModelReader(DraftSource):
             caches, num_held = context.drafter_states.fetch(self.model, prompt[:-1])
             if not has_window(caches or (), drafter.window):
                 caches, num_held = None, 0
-        caches = caches or make_prompt_cache(self.model)
-        self.rollback = Rollback(limit_to_window(caches, drafter.window))
-        if self.callers_cache is not None:  # in step with the target's
-            num_held = min(context.num_unseen, self.rollback.end)
-        self.rollback = Rollback(self.rollback.caches, num_held)
+        caches = limit_to_window(caches or make_prompt_cache(self.model), drafter.window)
+        # The caller's caches are in step with the target's, or empty.
+        if self.callers_cache is not None and not all(c.empty() for c in leaves(caches)):
+            num_held = min(context.num_unseen, Rollback(caches, context.num_unseen).end)
+        self.rollback = Rollback(caches, num_held)
 
     @property
     def keeps(self) -> bool:

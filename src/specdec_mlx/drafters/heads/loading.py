@@ -17,7 +17,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
-from specdec_mlx.arguments import AUTO, check_int, installed, load, make_with, split_spec
+from specdec_mlx.arguments import (
+    AUTO,
+    argument_error,
+    check_int,
+    installed,
+    load,
+    make_with,
+    split_spec,
+)
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.drawing import check_draft_temp
 from specdec_mlx.drafters.heads.drafter import (
@@ -63,6 +71,8 @@ TRAINED_LENGTH = "trained_length"  # key of the configs that `specdec-mlx train`
 
 DEFAULT_BITS, UNQUANTIZED = 4, 16
 """Values of `draft_bits`: of large heads by default, and to leave the matrices as stored."""
+
+BITS = (2, 3, 4, 5, 6, 8, UNQUANTIZED)
 
 LARGE_HEAD = 50e6
 """Bytes of weights. A smaller head is read in a small part of a pass of its target."""
@@ -281,7 +291,7 @@ def _pard(
     mask = files.config["pard_token"]
     files.check_number("pard_token", mask, 0, anatomy_for_head(model).vocab_size - 1)
     if variant.draft_bits not in (None, UNQUANTIZED):
-        _quantize(model, variant.draft_bits)
+        _quantize(model, variant.draft_bits, files.name)
     return PardDrafter(model, tokenizer, mask_token=mask, window=variant.window, **options)
 
 
@@ -482,6 +492,8 @@ def load_head(
     options: dict[str, Any] = {"greedy": greedy, "draft_temp": draft_temp}
     options |= {"branches": branches, "draft_vocab": draft_vocab}
     check_window(window)
+    if draft_bits is not None and draft_bits not in BITS:
+        raise argument_error("draft_bits", draft_bits, f"one of {BITS}")
     variant = Variant(draft_bits, layers, pre_norm, norms_less_one, window)
     files = HeadFiles(path_or_repo, torch_files=torch_files)
     with _explained(files):
@@ -490,6 +502,8 @@ def load_head(
         if form is not None and form.load is not None:
             loaded: HeadDrafter | ModelDrafter = form.load(files, target, variant, options)
             return loaded
+        if not files.weight_map:
+            raise HeadError(f"{files.name} has no tensors. Fetch its safetensors too.")
         if form is None or form.build is None:
             raise HeadError(refusal(files, kind))
         anatomy = anatomy_for_head(target)
@@ -511,9 +525,12 @@ def _explained(files: HeadFiles) -> Iterator[None]:
     except Exception as error:
         # MLX's error may name every tensor.
         fault = shorten(f"{type(error).__name__}: {error}", 400)
+        if isinstance(error, KeyError):
+            fault = f"{error} is missing"
         raise HeadError(
             f"{files.name}: its config.json and its tensors make no head that runs on this target "
-            f"({fault}). It is another variant, was trained for another target, or is damaged."
+            f"({fault}). It is another variant, was trained for another target, or is damaged. "
+            "Fetch it again, or use a head that was trained for this target."
         ) from error
 
 
@@ -550,6 +567,13 @@ def _load(form: Format, files: HeadFiles, anatomy: Anatomy, variant: Variant) ->
     if (offsets := tensors.get("d2t")) is not None:
         ids = offsets + mx.arange(offsets.shape[0])
         head.add_weights(tokens=ids)
+    elif (size := files.config.get("draft_vocab_size")) == source.rows("lm_head.weight") and (
+        size < (text_part(files.config).get("vocab_size") or size)
+    ):
+        raise HeadError(
+            f"{files.name} drafts {size} of {anatomy.vocab_size} tokens, and its tensor d2t, which "
+            "names these, is missing. Fetch it again."
+        )
     for layer in head.features.layers:
         files.check_number("a layer that it reads", layer, 0, anatomy.num_layers - 1)
     window = variant.window
@@ -646,11 +670,16 @@ def choose_bits(head: Head, bits: int | None, name: str) -> None:
             bits,
             UNQUANTIZED,
         )
-    _quantize(head, bits)
+    _quantize(head, bits, name)
     head.bits = bits
 
 
-def _quantize(head: nn.Module, bits: int) -> None:
+def _quantize(head: nn.Module, bits: int, name: str) -> None:
+    if any("scales" in part for part in head.modules()):
+        raise HeadError(
+            f"{name} is stored in quantized form, so draft_bits={bits} has no effect. Leave it out."
+        )
+
     def how(path: str, part: nn.Module) -> bool | dict[str, Any]:
         routers = ("gate", "router", "classifier", "confidence_head.proj")
         # A router of experts stays exact, because rounding would choose other experts. So does

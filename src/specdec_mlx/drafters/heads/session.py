@@ -290,7 +290,9 @@ class RecurrentSource(HeadReader):
             return 0
         for level in self.levels:
             level.rollback.checkpoint()
-        if self.is_chained and self.store is not None:
+        # The last layers have no states yet at the beginning of a short text.
+        has_states = all(level.unread.num_rows for level in self.levels[1:])
+        if self.is_chained and self.store is not None and has_states:
             states = [level.unread.first(1) for level in self.levels[1:]]
             self.unread_states = [*self.unread_states[-1:], (len(self.tokens), states)]
         self.drafted, self.next_states = [], [self.state] if self.head.moves_on else []
