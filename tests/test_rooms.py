@@ -55,8 +55,8 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 23_500,
-    "library": 144_800,
+    "core": 23_610,
+    "library": 145_170,
     "lab": 75_600,
     "server": 44_850,
 }

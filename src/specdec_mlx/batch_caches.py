@@ -70,8 +70,9 @@ class Slots:
         # A model that asks for another number of queries makes its own layout of the pass.
         if num_queries != self._queries.shape[1]:
             raise ValueError(f"a mask for {num_queries} of {self._queries.shape[1]} tokens")
-        if not self.sinks:
-            window = window or self.window
+        if not self.sinks and self.window is not None:
+            # A single token sees no more than the cache keeps, whatever mask the model asks for.
+            window = min(window or self.window, self.window)
         if window not in self._masks:
             queries, keys = self._queries[:, :, None], self.positions[:, None, :]
             seen = (keys != EMPTY) & (keys <= queries)

@@ -236,6 +236,9 @@ class Generation:
                 # fed, becomes the next pending token, so there is nothing to take back.
                 if len(outcome.tokens) <= current.num_drafted:
                     self.roll_back(current, outcome)
+                # A caller may leave before the position at which plain decoding quantizes.
+                if self.options.kv_bits is not None and len(outcome.tokens) > 1:
+                    emits_first |= self.target.must_quantize
                 # The next pass runs on the device while the caller handles the tokens of this
                 # round.
                 following = self.next_round(current, outcome, ahead, emits_first)

@@ -468,8 +468,10 @@ class Verifier:
     kernels: Kernels | None = field(default=None, init=False)
     # first position at which wide passes are not exact, or have not been measured
     _exact_until: float = field(default=0, init=False)
+    _began_at: int = field(default=0, init=False)
 
     def __post_init__(self, noise: Noise | None) -> None:
+        self._began_at = self.rollback.position
         options, noise = self.options, noise or Noise(0, is_given=False)
         sampler, processors = options.sampler or Sampling(), options.logits_processors or ()
         self.next_token = NextToken(sampler, processors, noise)
@@ -578,14 +580,21 @@ class Verifier:
         end = self.rollback.end
         return kernels_around(self.kernels, self.model, rows, end, on_trees, probe=self.probe)
 
+    @property
+    def must_quantize(self) -> bool:
+        """True if a cache is to be quantized before the next pass."""
+        bits, start = self.options.kv_bits, self.options.quantized_kv_start
+        # As in mlx-lm, a first pass takes the caches as they are.
+        has_fed = self.rollback.position > self._began_at
+        caches = self.rollback.caches if bits and has_fed else ()
+        return any(hasattr(cache, "to_quantized") and cache.offset >= start for cache in caches)
+
     def quantize(self) -> None:
         """Quantize the caches that are long enough, in the caller's list. Call after a rollback."""
-        if self.options.kv_bits is not None and self.rollback.position > 0:
+        if self.must_quantize:
+            how = self.options
             maybe_quantize_kv_cache(
-                self.rollback.caches,
-                self.options.quantized_kv_start,
-                self.options.kv_group_size,
-                self.options.kv_bits,
+                self.rollback.caches, how.quantized_kv_start, how.kv_group_size, how.kv_bits
             )
 
     def measure_width(self) -> int | None:
@@ -601,12 +610,12 @@ class Verifier:
                 until = first_inexact(self.model, end)
                 self._exact_until = inf if until is None else until
             limits.append(max(1, self._exact_until - end))
-        if self.options.kv_bits is not None:
+        if self.options.kv_bits is not None and not self.must_quantize:
             start = self.options.quantized_kv_start
             limits += [
-                start - cache.offset
+                max(1, start - cache.offset)
                 for cache in self.rollback.caches
-                if hasattr(cache, "to_quantized") and cache.offset < start
+                if hasattr(cache, "to_quantized")
             ]
         limit = min(limits)
         return None if limit == inf else int(limit)

@@ -63,6 +63,7 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "mamba": {},  # recurrent without a mask
     "llama4": {},  # with caches of its own
     "gemma2": {},  # with a mask for one text only
+    "minimax_m3_vl": {},  # which chooses blocks of rows, where padding counts
     "internlm2": tiny.DYNAMIC,  # the base of its rope goes by the length, one for all rows
     "internlm3": tiny.DYNAMIC,
 }
@@ -128,6 +129,11 @@ def test_each_greedy_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Mon
     batch = BatchGeneration(model(name), oracle(name, wrong=0.0), Options(num_draft_tokens=4))
     assert texts_of(batch, [0, 0]) == [alone(name)[0]] * 2
     assert batch.num_rounds <= 1 + 8
+
+
+def test_a_row_sees_no_more_positions_than_its_cache_keeps() -> None:
+    """plamo3 asks for a mask that is one position wider than its window."""
+    assert texts_of(BatchGeneration(model("plamo3")), [0, 1]) == alone("plamo3")[:2]
 
 
 @pytest.mark.parametrize("rule", ["match", "coupled"])
@@ -257,7 +263,8 @@ def test_a_text_taken_out_while_another_prompt_is_read_has_no_more_passes() -> N
     assert first.token.stats.target_passes == num_passes
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "qwen3_next"])
+# Nemotron-H does not tell its recurrences how long padded rows are.
+@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "qwen3_next", "nemotron_h"])
 def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one padded pass, but where padding would take longer than passes of their own."""
     read: list[list[int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import time
@@ -184,6 +185,47 @@ def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
     got = emitted(drafter, model=model, max_tokens=40, prompt_cache=caches, **options)
     assert got == expected
     assert all(isinstance(cache, QuantizedKVCache) == (start < 1000) for cache in caches)
+
+
+def of_one_token(wide_heads: nn.Module) -> None:
+    """The first pass reads a prompt of one token, and no cache is quantized before it."""
+    how = {**KV_BITS, "quantized_kv_start": 0}
+    expected = plain(8, [5], wide_heads, **how)
+    drafter = scripted.OracleDrafter(expected, VOCAB)
+    assert emitted(drafter, [5], model=wide_heads, max_tokens=8, **how) == expected
+
+
+def of_caches_that_were_not_quantized(wide_heads: nn.Module) -> None:
+    """A later turn quantizes caches of an earlier turn after its first pass, as mlx-lm."""
+    earlier = make_prompt_cache(wide_heads)
+    emitted(None, model=wide_heads, prompt_cache=earlier)
+    for prompt in ([5], [5, 6, 7, 8]):
+        expected = plain(8, prompt, wide_heads, prompt_cache=copy.deepcopy(earlier), **KV_BITS)
+        for drafter in (None, scripted.OracleDrafter(expected, VOCAB)):
+            how = {**KV_BITS, "max_tokens": 8, "prompt_cache": copy.deepcopy(earlier)}
+            assert emitted(drafter, prompt, model=wide_heads, **how) == expected
+
+
+def of_a_text_that_is_left_before(wide_heads: nn.Module) -> None:
+    """Tokens of a round may come before the start, and those after it were not handed out."""
+    start = len(PROMPT) + 6
+    how = {**KV_BITS, "quantized_kv_start": start}
+    drafter = scripted.OracleDrafter(plain(24, model=wide_heads, **how), VOCAB)
+    for num_tokens in range(1, 10):
+        caches = make_prompt_cache(wide_heads)
+        text = sd.speculate(wide_heads, PROMPT, drafter, prompt_cache=caches, **how)
+        for _ in range(num_tokens):
+            next(text)
+        text.close()
+        is_quantized = len(PROMPT) + num_tokens >= start
+        assert isinstance(caches[0], QuantizedKVCache) == is_quantized, num_tokens
+
+
+@in_one_test(
+    "check", [of_one_token, of_caches_that_were_not_quantized, of_a_text_that_is_left_before]
+)
+def test_caches_are_quantized_where_plain_decoding_quantizes_them(check: Any) -> None:
+    check(tiny.build("llama", head_dim=32, layer_types=["full_attention"] * 3))
 
 
 def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -56,3 +58,33 @@ def test_what_is_known_of_a_model_does_not_keep_it():
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_an_interrupt_leaves_modules_that_are_called_and_watched(monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C after some of the modules were swapped, or put back."""
+    model = tiny.build("llama")
+    modules, tokens = [module for module in model.modules() if module is not model], mx.array([[1]])
+    kinds, assign = [*map(type, modules)], watching._set
+
+    def watch(swaps: float) -> list[Any]:
+        """Calls that were seen, with an interrupt after a number of swaps."""
+
+        def interrupted(*how: Any) -> None:
+            nonlocal swaps
+            swaps -= 1
+            if swaps == 0:
+                raise KeyboardInterrupt
+            assign(*how)
+
+        monkeypatch.setattr(watching, "_set", interrupted)
+        calls: list[Any] = []
+        with suppress(KeyboardInterrupt), watching.watching(modules, calls.append):
+            model(tokens)
+        return calls
+
+    num_calls = len(watch(math.inf))
+    for swaps in range(1, 2 * len(modules) + 1):
+        watch(swaps)
+        model(tokens)
+        assert len(watch(math.inf)) == num_calls
+        assert [*map(type, modules)] == kinds

@@ -17,7 +17,7 @@ from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.caches import Rollback, leaves, wait_for
 from specdec_mlx.contracts import Draft, Drafter, all_drafters
 from specdec_mlx.exactness.probe import can_hold_rows
-from specdec_mlx.exactness.recurrent_states import in_steps
+from specdec_mlx.exactness.recurrent_states import in_steps, padded
 from specdec_mlx.models.anatomy import Call, watching
 from specdec_mlx.options import Options
 from specdec_mlx.target import LazyPass, StepwisePass, Verifier
@@ -118,7 +118,8 @@ class SharedPasses(BatchPasses):
 
     def read(self, texts: Sequence[Sequence[int]]) -> None:
         """Feed at least one token to each row, to fill the caches, and wait."""
-        self.caches.feed(self.model, texts)
+        with padded(self.model):
+            self.caches.feed(self.model, texts)
         wait_for(self.caches.caches)
         mx.clear_cache()
         self._move()

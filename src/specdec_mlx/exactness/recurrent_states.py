@@ -255,6 +255,20 @@ def in_steps(model: nn.Module, width: int) -> AbstractContextManager[Any]:
     return nullcontext() if states is None else _recording(states.places, [])
 
 
+def padded(model: nn.Module) -> AbstractContextManager[None]:
+    """Tell recurrences in this block how long each padded row is. Nemotron-H does not."""
+
+    def answer(function: Callable[..., Any], args: tuple[Any, ...], more: Any) -> Any:
+        recurrence = RECURRENCES[function]
+        arguments = dict(zip(recurrence.parameters, args, strict=False)) | more
+        mask = arguments.get("mask")
+        if mask is not None and "lengths" in recurrence.idle:
+            arguments["lengths"] = mask.sum(axis=1)
+        return function(**arguments)
+
+    return replacing(_places(model), answer)
+
+
 def ways_back(model: nn.Module) -> list[str]:
     states = recurrent_states_of(model)
     chosen = {} if states is None else states.sources

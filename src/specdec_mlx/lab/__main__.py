@@ -7,6 +7,7 @@ texts and the held-out texts as `.jsonl` for `specdec-mlx train`.
 
 import argparse
 import json
+import signal
 
 from specdec_mlx.lab import pair
 from specdec_mlx.lab.pair import HEADS, draft_path, head_path, target_path
@@ -30,4 +31,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` is no error
     main()

@@ -70,19 +70,22 @@ def _swapped(
     variable: ContextVar[V],
     value: V,
 ) -> Iterator[None]:
-    """Swap things that no other pass has swapped, and restore those that no other pass needs.
+    """Swap things, and restore those that no other pass needs.
 
     In the block the context variable has the value.
     """
+    before = variable.get()
+    # Ctrl-C may come at any line. A swap of what is swapped already has no effect, so that what an
+    # interrupted block left behind does no harm to the next one.
     with _lock:
-        # Threads share the modules: the first pass swaps, and the last one restores.
-        swap([thing for key, thing in things.items() if key not in _num_passes])
+        swap(things.values())
+        # Threads share the modules: the last pass restores.
         _num_passes.update(things.keys())
-    token = variable.set(value)
     try:
+        variable.set(value)
         yield
     finally:
-        variable.reset(token)
+        variable.set(before)
         with _lock:
             _num_passes.subtract(things.keys())
             ended = [key for key in things if not _num_passes[key]]
@@ -137,21 +140,22 @@ def _report(modules: Iterable[nn.Module]) -> None:
         kind: Any = type(module)
         # Python looks `__call__` up on the class, so that replacing it on the instance has no
         # effect.
-        _set(module, "__class__", _reporting(kind))
+        _set(module, "__class__", _reporting(getattr(kind, "plain_class", kind)))
 
 
 def _stop_reporting(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        _set(module, "__class__", type(module).__bases__[0])
+        kind: Any = type(module)
+        _set(module, "__class__", getattr(kind, "plain_class", kind))
 
 
 def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
     """Change a module's own class for good, whether a pass is watching the module or not."""
     with _lock:
         kind: Any = type(module)
-        is_watched = id(module) in _num_passes
-        changed: Any = change(kind.__bases__[0] if is_watched else kind)
-        _set(module, "__class__", _reporting(changed) if is_watched else changed)
+        plain = getattr(kind, "plain_class", kind)
+        changed: Any = change(plain)
+        _set(module, "__class__", changed if kind is plain else _reporting(changed))
 
 
 @cache
@@ -176,8 +180,9 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
         return call
 
     methods = [name for name in ("__call__", "as_linear") if hasattr(kind, name)]
-    members = {name: reporting(name) for name in methods}
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+    members: dict[str, Any] = {name: reporting(name) for name in methods}
+    members |= {"__module__": kind.__module__, "plain_class": kind}
+    return type(kind.__name__, (kind,), members)
 
 
 def replacing(
@@ -191,11 +196,11 @@ def replacing(
 
     def replace(places: Iterable[tuple[ModuleType, str]]) -> None:
         for place in places:
-            setattr(*place, _answered(getattr(*place)))
+            setattr(*place, _answered(_original(getattr(*place))))
 
     def put_back(places: Iterable[tuple[ModuleType, str]]) -> None:
         for place in places:
-            setattr(*place, getattr(*place).__wrapped__)
+            setattr(*place, _original(getattr(*place)))
 
     answers = {**(_answers.get() or {}), **dict.fromkeys(functions, answer)}
     return _swapped({place: place for place in places}, replace, put_back, _answers, answers)

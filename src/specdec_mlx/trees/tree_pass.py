@@ -186,8 +186,8 @@ def view_of(cache: Any, rows: TreeLayout) -> Any:
 
 def chooses_blocks(model: nn.Module) -> bool:
     """True if a layer attends to blocks of rows that it chooses by scores (MiniMax M3)."""
-    # Siblings shift the rows of a block. This shows only in long texts, so that it is read off the
-    # modules and not measured.
+    # Siblings and padding shift the rows of a block. This shows only in long texts, so that it is
+    # read off the modules and not measured.
     return any(getattr(m, "index_block_size", None) is not None for m in model.modules())
 
 
