@@ -56,7 +56,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_610,
-    "library": 145_170,
+    "library": 145_400,
     "lab": 75_600,
     "server": 44_850,
 }
