@@ -214,7 +214,7 @@ def test_a_preflight_is_answered_to_permitted_pages_only() -> None:
 
 
 def test_flags_permit_more_pages_and_names() -> None:
-    origins = "https://chat.example,https://*.mine.example, null"
+    origins = "https://Chat.example/,https://*.mine.example, null"
     flags = ["--allowed-origins", origins, "--allowed-hosts", "Mac.local,specdec"]
     settings = parse_settings(flags)
     for origin in ("https://chat.example", "https://a.mine.example", "null", "file://"):

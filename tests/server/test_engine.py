@@ -15,6 +15,7 @@ import mlx_lm
 import pytest
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import tiny_model_folder
 from engines import (
@@ -574,6 +575,20 @@ def test_a_request_that_is_wrong_is_told_so_and_the_next_is_served(
     with pytest.raises(kind, match=words):
         ask(engine, **wrong)
     assert ask(engine).ended
+
+
+def test_a_template_of_a_request_is_refused_before_it_is_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template is a program. Tokens are counted under the same rule."""
+    run = list[Any]()
+    monkeypatch.setattr(TokenizerWrapper, "apply_chat_template", lambda *a, **more: run.append(a))
+    wrong: dict[str, Any] = {"messages": ASKED, "template": {"chat_template": "{{ 1 }}"}}
+    with pytest.raises(RequestError, match="chat_template cannot be set by a request"):
+        ask(engine, **wrong)
+    with pytest.raises(RequestError, match="chat_template cannot be set by a request"):
+        engine.num_tokens(TextRequest(**wrong))
+    assert not run
 
 
 def test_a_grammar_is_compiled_apart_from_the_texts(

@@ -31,8 +31,12 @@ OPEN_PATH = "/health"  # answered without the key, for those who watch the serve
 
 
 def origins_of(settings: ServerSettings) -> re.Pattern[str]:
-    """The pattern of all permitted origins. In --allowed-origins, * stands for any characters."""
-    opened = (re.escape(origin).replace(r"\*", ".*") for origin in settings.allowed_origins)
+    """The pattern of all permitted origins. In --allowed-origins, * stands for any characters.
+
+    A browser writes an origin in small letters and without the slash of its address bar.
+    """
+    origins = (origin.lower().rstrip("/") for origin in settings.allowed_origins)
+    opened = (re.escape(origin).replace(r"\*", ".*") for origin in origins)
     return re.compile("|".join([TRUSTED_ORIGINS, *opened]))
 
 

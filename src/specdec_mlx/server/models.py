@@ -48,11 +48,12 @@ class Models:
         self.created = int(time.time())
 
     def names_of(self, request: TextRequest) -> Names:
-        """Name and adapter of the model for a request; raises RequestError for none.
+        """Name and adapter of the model for a request.
 
         The adapter that was given at the start belongs to the given model, however a client
-        spells its name.
+        spells its name. Raises RequestError for no model, and for what requests may not set.
         """
+        self.settings.check(request)
         name, default = request.model, self.settings.model
         if not can_be_looked_up(name):
             raise self._not_here()
@@ -110,7 +111,6 @@ class Models:
 
         The model before is freed once all files of this model were looked at.
         """
-        self.settings.check(request)
         names, loaded = self.names_of(request), self.loaded
         sees = bool(request.pictures) and self.loader.may_see(*names)
         if loaded is not None and loaded.fits(names, has_pictures=sees):

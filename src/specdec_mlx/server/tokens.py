@@ -61,6 +61,5 @@ def request_of(engine: Engine, body: Object) -> TextRequest:
     requests = wire.read({**body, "max_tokens": 1, "n": 1}).requests
     if len(requests) > 1:
         raise RequestError("prompt must be one text.")
-    engine.settings.check(requests[0])
     take_pictures(requests[0], engine.models.can_see)
     return requests[0]
