@@ -209,6 +209,10 @@ class Parser(argparse.ArgumentParser):
         super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
+        # argparse names the function that could not read a value.
+        if match := re.fullmatch(r"(.*)invalid (int|float|loads) value: (.*)", message, re.S):
+            kind = {"int": "an int", "float": "a number", "loads": "JSON"}[match[2]]
+            message = f"{match[1]}{match[3]}: expected {kind}."
         more = "--help-all" if self.rare else "--help"
         self.exit(2, f"{self.prog}: {message}\nAll flags: {self.prog} {more}\n")
 

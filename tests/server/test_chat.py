@@ -93,6 +93,12 @@ def test_a_tool_may_be_chosen(choice: Any, expected: str) -> None:
     assert (request.tool_choice, request.tools) == (expected, [TOOL])
 
 
+def test_a_tool_that_is_left_out_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert request_of(tools=[{"type": "custom", "custom": {"name": "f"}}]).tools == []
+    assert "a tool of type custom" in caplog.text
+
+
 def test_some_tools_may_be_allowed() -> None:
     other = {"type": "function", "function": {"name": "write"}}
     allowed = {"mode": "required", "tools": [NAMED]}

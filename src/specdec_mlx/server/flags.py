@@ -94,7 +94,7 @@ class ServerSettings:
     model: str | None = flag(None, "Folder or Hugging Face name of the model.")
     adapter_path: str | None = flag(None, "Folder of an adapter for the model.")
     host: str = flag("127.0.0.1", "Address to listen on (default: DEFAULT)")
-    port: int = flag(8080, "Port to listen on (default: DEFAULT)")
+    port: int = flag(8080, "Port to listen on (default: DEFAULT)", type=number(int, 0, 65_535))
     allowed_origins: Sequence[str] = flag(
         (),
         "Further origins of web pages that may use the server, with commas between them, as "

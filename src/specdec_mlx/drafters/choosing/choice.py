@@ -247,7 +247,7 @@ def resolve_auto(model: str | None, draft_model: Any, say: Callable[[str], objec
     from specdec_mlx.drafters.choosing.candidates import choose_for
 
     if not model:
-        raise ValueError(f"Draft model {AUTO!r}: what it is for has no name. Name a draft model.")
+        raise ValueError(f"Draft model {AUTO!r}: the target has no name. Name a draft model.")
     choice = make_with("draft model", AUTO, partial(choose_for, model), split_spec(draft_model)[1])
     for line in choice.lines:
         say(f"specdec_mlx: {line}")

@@ -82,7 +82,9 @@ def main(
     """Return 1 if a greedy text differs from plain decoding beyond rounding, and 0 otherwise."""
     if args.report:
         return write_report(args)
-    model, tokenizer = load_target(args.model or demo_model_path())
+    model_name = str(args.model or "demo model")
+    args.model = args.model or str(demo_model_path())
+    model, tokenizer = load_target(args.model)
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     choice = choice_of(args)
     lengths, rules = args.num_draft_tokens or ("auto",), args.rule or ("auto",)
@@ -99,7 +101,7 @@ def main(
         )
     if is_first:
         command = shlex.join(["specdec-mlx", *sys.argv[1:]])
-        settings = replace(record.settings, model=str(args.model or "demo model"))
+        settings = replace(record.settings, model=model_name)
         record = replace(record, command=command, settings=settings)
         if args.json:
             save_record(record, args.json)
@@ -117,8 +119,8 @@ def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[RecordedText]:
 
 
 OF_NO_REPORT = (
-    *("prompts", "sessions", "drafter", "draft_layers", "num_draft_tokens", "rule", "temp"),
-    *("kernels", "no_cost", "json"),
+    *("prompts", "sessions", "drafter", "draft_layers", "draft_vocab", "num_draft_tokens"),
+    *("rule", "temp", "ties", "kernels", "no_cost", "json"),
 )
 """Flags that would put something private into a report, or would make reports differ."""
 

@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Return 0 if all parts passed, and 1 otherwise."""
     sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
+    model_name = args.model = str(args.model or demo_model_path())
     choice = choice_of(args)
     prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
-    model_name = str(args.model or demo_model_path())
     model, tokenizer = load_target(model_name)
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     report = check(
