@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
@@ -114,6 +114,7 @@ ARGUMENTS: list[Case] = [
     ({"prompts": "a b"}, r"prompts='a b': expected a list.*\[prompt\]"),
     ({"prompt_cache": 5}, f"prompt_cache=5: {CACHES}"),
     ({"prompt_cache": [None] * 9}, CACHES),
+    ({"prompt_cache": (KVCache(),) * 9}, CACHES),
     ({"prefill_step_size": 0}, f"prefill_step_size=0: {AN_INT} >= 1"),
     ({"kv_bits": 7, "kv_group_size": 32}, "kv_bits=7, kv_group_size=32.*MLX"),
     ({"kv_bits": 4, "kv_group_size": "x"}, f"kv_group_size='x': {AN_INT}"),

@@ -93,7 +93,7 @@ def split_cache(
         _check_quantized(model, options)
     if prompt_cache is None:
         return fresh, None
-    is_list = isinstance(prompt_cache, Sequence) and all(
+    is_list = isinstance(prompt_cache, list) and all(
         hasattr(type(c), "state") for c in prompt_cache
     )
     if not is_list or len(prompt_cache) < len(fresh):
