@@ -37,7 +37,7 @@ from specdec_mlx.contracts import (
     RoundRecord,
 )
 from specdec_mlx.draft_length.drafting import Drafting
-from specdec_mlx.draft_length.store import tuning_for, tuning_with
+from specdec_mlx.draft_length.store import tuning_with
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.kernels import Kernels
@@ -674,9 +674,7 @@ def assemble(
     if drafter is not None:
         drafter.check(context)
     if length is None:
-        tuning = options.tuning or tuning_for(model)
-        if target.kernels is not None and options.tuning is None:
-            tuning = tuning_with(model, target.kernels)
+        tuning = tuning_with(model, target.kernels, options.tuning)
         length = make_draft_length(options.num_draft_tokens, tuning)
     sequence = SequenceState(
         prompt,

@@ -148,6 +148,9 @@ class Options:
                 checked[name] = check_int(name, value, 1)
         if self.ties not in (None, "plain"):
             raise argument_error("ties", self.ties, 'None or "plain"')
+        if not isinstance(self.tuning, Tuning | None):
+            instead = "None or specdec_mlx.drafters.Tuning.load(path)"
+            raise argument_error("tuning", self.tuning, instead)
         filters = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k}
         if self.kernels is not None:
             checked["kernels"] = make_kernels(self.kernels)

@@ -34,6 +34,7 @@ from specdec_mlx.batch.passes import SharedPasses, make_passes
 from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import DraftContext, Drafter, Features
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import PromptReader, split_cache
 
@@ -129,6 +130,13 @@ def test_each_greedy_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Mon
     batch = BatchGeneration(model(name), oracle(name, wrong=0.0), Options(num_draft_tokens=4))
     assert texts_of(batch, [0, 0]) == [alone(name)[0]] * 2
     assert batch.num_rounds <= 1 + 8
+
+
+def test_a_batch_learns_in_the_tuning_that_it_is_given() -> None:
+    tuning = Tuning()
+    batch = BatchGeneration(model("qwen2"), oracle(), Options(tuning=tuning))
+    assert batch.shared is not None
+    assert batch.shared.tuning is batch.tuning is tuning
 
 
 def test_a_row_sees_no_more_positions_than_its_cache_keeps() -> None:

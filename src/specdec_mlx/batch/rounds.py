@@ -22,7 +22,7 @@ from specdec_mlx.batch.schedule import BatchText, BatchToken, OwnDrafting, Reque
 from specdec_mlx.caches import note_other_thread
 from specdec_mlx.contracts import NO_DRAFT, Draft, Drafter, Outcome
 from specdec_mlx.draft_length.batches import RowLength, SharedLength
-from specdec_mlx.draft_length.store import tuning_with
+from specdec_mlx.draft_length.store import Tuning, tuning_with
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.drafters.shared_drafts import SharedDrafts
 from specdec_mlx.kernels import Kernels, make_kernels
@@ -96,7 +96,11 @@ class BatchGeneration:
         if not self.passes.is_together:
             self.schedule.max_texts = 1
         elif self.options.num_draft_tokens == "auto":
-            self.shared = SharedLength(tuning_with(self.model, self.kernels))
+            self.shared = SharedLength(self.tuning)
+
+    @property
+    def tuning(self) -> Tuning:
+        return tuning_with(self.model, self.kernels, self.options.tuning)
 
     def make_passes(self) -> BatchPasses:
         with mx.stream(self.options.stream):
@@ -213,9 +217,7 @@ class BatchGeneration:
         started = perf_counter()
         # prior(5) is the cost of a pass over 5 positions in plain passes, so that a further
         # position costs a quarter of the excess.
-        texts = self.schedule.to_read_together(
-            (tuning_with(self.model, self.kernels).prior(5) - 1.0) / 4
-        )
+        texts = self.schedule.to_read_together((self.tuning.prior(5) - 1.0) / 4)
         if not texts:
             return
         with mx.stream(self.options.stream):
@@ -269,7 +271,7 @@ class BatchGeneration:
         if choice is None and self.shared is not None:
             return RowLength(self.shared)
         choice = copy.deepcopy(self.options.num_draft_tokens if choice is None else choice)
-        return make_draft_length(choice, tuning_with(self.model, self.kernels))
+        return make_draft_length(choice, self.tuning)
 
     def _propose(self) -> list[Draft]:
         drafts = []

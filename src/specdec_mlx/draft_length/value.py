@@ -21,7 +21,7 @@ from operator import mul
 from time import perf_counter
 from typing import Any, ClassVar
 
-from specdec_mlx.arguments import AUTO, argument_error, check_int
+from specdec_mlx.arguments import AUTO, check_int
 from specdec_mlx.contracts import (
     MANY_WAITING,
     NO_DRAFT,
@@ -116,8 +116,6 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
 
     Raises UnknownNameError for another name, and ValueError for other values.
     """
-    if tuning is not None and not isinstance(tuning, Tuning):
-        raise argument_error("tuning", tuning, "None or specdec_mlx.drafters.Tuning.load(path)")
     if isinstance(choice, str):
         if choice != AUTO:
             raise UnknownNameError(
