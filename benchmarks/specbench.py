@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, LookUpSession
@@ -40,6 +43,7 @@ from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of
 from specdec_mlx.lab.papers.trees_of_several import default_trees
 from specdec_mlx.lab.prompts import RecordedText, encode_messages, read_lines
 from specdec_mlx.lab.tables import markdown_table
+from specdec_mlx.loop import speculate
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.models.loading import load_model
 
@@ -251,6 +255,34 @@ def table(record: Record, methods: Sequence[Method] = METHODS) -> str:
     return markdown_table(header, rows, 1)
 
 
+def first_of_each_part(record: Record, num_answers: int) -> Record:
+    """The record with the first answers to each part."""
+    of_part = defaultdict[str, list[RecordedText]](list)
+    for text in record.texts:
+        of_part[text.category].append(text)
+    return replace(record, texts=[t for part in of_part.values() for t in part[:num_answers]])
+
+
+def live_recycling(model_name: str, record: Record) -> str:
+    """Tokens a pass of Token Recycling's tree from an empty table, live and replayed."""
+    (method,) = (one for one in METHODS if one.name == "recycling, a tree")
+    model, _ = load_model(model_name)
+    drafter, passes, emitted = method.make(), 0, 0
+    for text in tqdm(record.texts, leave=False):
+        tokens = speculate(
+            model,
+            text.prompt,
+            drafter,
+            max_tokens=record.settings.max_tokens,
+            num_draft_tokens=method.length,
+        )
+        with closing(tokens):
+            emitted_here = list(islice(tokens, len(text.generated)))
+        emitted += len(emitted_here)
+        passes += emitted_here[-1].stats.target_passes
+    return f"{table(record, [method])}\n\nLive: {emitted / passes:.2f} tokens a pass."
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Record the texts unless they are recorded, and print or write the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.specbench")
@@ -260,6 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--max-tokens", type=int, default=128, help="of each answer (%(default)s)")
     add("--record", type=Path, help="the texts: read if the file exists, else written")
     add("--page", type=Path, help="a page whose table is replaced")
+    add(
+        "--live",
+        type=int,
+        metavar="N",
+        help="generate the first N answers of each part again, drafted by Token Recycling",
+    )
     args = parser.parse_args(arguments)
     if args.record and args.record.exists():
         record = load_record(args.record)
@@ -269,6 +307,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             save_record(record, args.record)
     else:
         parser.error("Nothing to replay. Give --model, or a --record that exists.")
+    if args.live:
+        if not args.model:
+            parser.error("--live generates. Give the --model of the record.")
+        print(live_recycling(args.model, first_of_each_part(record, args.live)))
+        return 0
     lines = table(record)
     print(lines)
     if args.page:

@@ -56,9 +56,9 @@ CORE = tuple(
 
 TOKENS = {
     "core": 23_610,
-    "library": 145_170,
-    "lab": 75_600,
-    "server": 44_850,
+    "library": 145_400,
+    "lab": 75_640,
+    "server": 44_900,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

@@ -156,6 +156,9 @@ MEMORY: Any = sd.Memory
 OTHERS: list[tuple[Callable[[], Any], str]] = [
     (lambda: sd.generate(pair()[0], "org/Qwen3-8B", PROMPT), r"tokenizer that mlx_lm\.load"),
     (lambda: batch_generated(seed=[1, "a"]), f"seed='a': {AN_INT}"),
+    (lambda: batch_generated(seed=[1]), r"seed=\[1\]: expected a value for each"),
+    (lambda: batch_generated(max_tokens=[3]), r"max_tokens=\[3\]: expected a value for each"),
+    (lambda: batch_generated(prompt_caches=[make_prompt_cache(pair()[0])]), "a value for each"),
     (lambda: Settings(max_tokens=0), f"max_tokens=0: {AN_INT} >= 1"),
     (lambda: Settings(repeats=0), f"repeats=0: {AN_INT} >= 1"),
     (lambda: MEMORY("folder"), r"Memory\.load"),

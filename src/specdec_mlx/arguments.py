@@ -210,9 +210,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # argparse names the function that could not read a value.
-        if wrong := re.fullmatch(r"(.*)invalid (int|float|loads) value: (.*)", message, re.S):
-            kind = {"int": "an int", "float": "a number", "loads": "JSON"}[wrong[2]]
-            message = f"{wrong[1]}{wrong[3]}: expected {kind}."
+        if match := re.fullmatch(r"(.*)invalid (int|float|loads) value: (.*)", message, re.S):
+            kind = {"int": "an int", "float": "a number", "loads": "JSON"}[match[2]]
+            message = f"{match[1]}{match[3]}: expected {kind}."
         more = "--help-all" if self.rare else "--help"
         self.exit(2, f"{self.prog}: {message}\nAll flags: {self.prog} {more}\n")
 

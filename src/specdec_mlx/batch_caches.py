@@ -188,6 +188,16 @@ class BatchCaches:
             return None
         return SlotCache(self._slots.setdefault((window, sinks), Slots(window, sinks)))
 
+    def takes(self, caches: Sequence[Any]) -> bool:
+        """True if caches of one text can be a row: they forget after the same numbers of tokens."""
+        other = BatchCaches.like(caches)
+        return other is not None and other.windows == self.windows
+
+    @property
+    def windows(self) -> list[Any]:
+        slots = (getattr(cache, "slots", None) for cache in leaves(self.caches))
+        return [None if each is None else (each.window, each.sinks) for each in slots]
+
     @property
     def num_bytes(self) -> int:
         return sum(int(cache.nbytes) for cache in self.caches)

@@ -87,7 +87,8 @@ def batch_stream_generate(
         stop_tokens=frozenset(tokenizer.eos_token_ids),
         returns_caches=return_prompt_caches,
     )
-    columns = zip(prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False)
+    caches = _each("prompt_caches", prompt_caches) if prompt_caches else repeat(None)
+    columns = zip(prompts, _max_tokens(max_tokens), caches, strict=False)
     requests = (
         Request(
             ids,
@@ -274,9 +275,15 @@ def _respond(
                 let_in()
 
 
+def _each(name: str, values: Iterable[Any]) -> Iterator[Any]:
+    """The values. Raises ValueError if more are asked for, because a text would be lost."""
+    yield from values
+    raise argument_error(name, values, "a value for each prompt, and a seed for each text")
+
+
 def _max_tokens(limit: int | Sequence[int]) -> Iterable[int]:
     if isinstance(limit, Iterable) and not isinstance(limit, str):
-        return [max_tokens_of(number, 1) for number in limit]
+        return _each("max_tokens", [max_tokens_of(number, 1) for number in limit])
     return repeat(max_tokens_of(limit, 1))
 
 
@@ -284,5 +291,5 @@ def _seeds(seed: int | Sequence[int | None] | None) -> Iterable[int | None]:
     if seed is None:
         return repeat(None)
     if isinstance(seed, Iterable) and not isinstance(seed, str):
-        return seed
+        return _each("seed", seed)
     return count(check_int("seed", seed))

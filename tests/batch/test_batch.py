@@ -27,7 +27,7 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from scripted import OracleDrafter, ScriptedSession
-from selection import cases
+from selection import cases, in_one_test
 from specdec_mlx import batch_caches as row_caches
 from specdec_mlx import lab
 from specdec_mlx.batch.passes import SharedPasses, make_passes
@@ -35,7 +35,7 @@ from specdec_mlx.batch.rounds import BatchGeneration
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import DraftContext, Drafter, Features
 from specdec_mlx.options import Options
-from specdec_mlx.sequence import PromptReader
+from specdec_mlx.sequence import PromptReader, split_cache
 
 BLOCK = [5, 17, 99, 3, 41, 8]
 PROMPTS = [
@@ -450,6 +450,22 @@ def test_samples_of_a_prompt_are_the_texts_of_their_seeds(
     for seed, text in enumerate(texts):
         alone = {"sampler": sampling, "seed": seed, "prompt_cache": copy.deepcopy(given)}
         assert text == said(target, prompt, 15, **alone)
+
+
+@pytest.mark.filterwarnings("ignore:specdec_mlx")
+@in_one_test("limits", [{"max_kv_size": 16}, {"kv_bits": 4, "kv_group_size": 32}])
+def test_caches_that_forget_or_round_are_gone_on_from_one_by_one_or_refused(
+    limits: dict[str, int],
+) -> None:
+    """As rows they would neither forget nor round, so that the text would be another."""
+    target, how = tiny.build("qwen2", head_dim=32, hidden_size=128), Options(**limits)
+    caches, _ = split_cache(target, None, replace(how, kv_bits=None))
+    said(target, PROMPTS[4], 20, prompt_cache=caches, quantized_kv_start=0, **limits)
+    request = Request([3, 4, 5], 15, prompt_cache=caches)
+    with pytest.raises(ValueError, match="written together cannot go on from"):
+        written(BatchGeneration(target), request)
+    alone = said(target, [3, 4, 5], 15, prompt_cache=copy.deepcopy(caches), **limits)
+    assert written(BatchGeneration(target, options=how), request) == [alone]
 
 
 def test_a_text_may_go_on_that_was_begun_elsewhere() -> None:

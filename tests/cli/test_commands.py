@@ -247,6 +247,7 @@ MEANINGLESS += [
     "bench --rule nothing",
     "demo --num-draft-tokens -1",
 ]
+MEANINGLESS += ["bench --temp x", "check --seed x", "server --port x"]
 MEANINGLESS += ["demo --max-tokens 0", "demo --seconds 0", "demo --model", "no-such-command"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import re
@@ -18,6 +19,8 @@ import command_line
 import heads
 import specdec_mlx as sd
 from selection import in_one_test
+from specdec_mlx.cli.commands import main
+from specdec_mlx.drafters.choosing import candidates
 from specdec_mlx.drafters.choosing.candidates import choose_for
 from specdec_mlx.drafters.choosing.report import report
 from specdec_mlx.drafters.heads.loading import is_head
@@ -200,3 +203,18 @@ def test_the_text_is_the_models_own_and_the_reason_is_seen(tmp_path: Path, caplo
     tokenizer._tokenizer.name_or_path = ""
     with pytest.raises(ValueError, match="has no name"):
         sd.generate(model, tokenizer, "a", draft_model="auto")
+
+
+@pytest.mark.parametrize("command", ["bench", "check"])
+def test_a_command_without_a_model_looks_for_a_drafter_of_the_small_model(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def look(model: str) -> None:
+        raise ValueError(f"looked for {model}")
+
+    module = importlib.import_module(f"specdec_mlx.lab.commands.{command}")
+    monkeypatch.setattr(candidates, "choose_for", look)
+    monkeypatch.setattr(module, "demo_model_path", lambda: Path("small-model"))
+    monkeypatch.setattr(module, "load_target", lambda name: (None, None))
+    assert main([command, "--draft-model", "auto"]) == 2
+    assert "looked for small-model" in capsys.readouterr().err

@@ -122,6 +122,15 @@ def test_caches_of_target_and_draft_model_may_come_in_one_list(name: str, option
     assert isinstance(caches[0], QuantizedKVCache) == bool(options)
 
 
+def test_a_draft_model_goes_on_with_states_that_grow_with_the_text() -> None:
+    """LongCat keeps its latest tokens in a state, which has fewer of them in a short text."""
+    model, draft = tiny.build("longcat_flash_ngram"), noisy_copy("longcat_flash_ngram", 0.1)
+    caches, theirs = make_prompt_cache(model) + make_prompt_cache(draft), make_prompt_cache(model)
+    for prompt in ([5], [6, 7]):
+        got = emitted(sd.ModelDrafter(draft), prompt, model=model, prompt_cache=caches)
+        assert got == plain(NUM_TOKENS, prompt, model, prompt_cache=theirs)
+
+
 PENALTIES: list[dict[str, Any]] = [
     *({"repetition_penalty": 1.8, "repetition_context_size": size} for size in (0, 1, 6, 20)),
     {"presence_penalty": 0.8, "logit_bias": {3: 4.0, 9: -3.0}},

@@ -118,6 +118,8 @@ def test_sizes_are_bytes() -> None:
         (["--prefill-step-size", "0"], "--prefill-step-size"),
         (["--adapter-path", "nowhere"], "adapter_config.json"),
         (["--chat-template-args", "[1]"], "JSON object"),
+        (["--chat-template-args", "x"], "'x': expected JSON."),
+        (["--port", "99999"], "'99999': expected an int from 0 to 65535."),
         (["--temp", "-1"], "temp"),
         (["--prompt-cache-bytes", "x"], "500MB"),
         (["--num-speculative-tokens", "3"], "--num-draft-tokens"),

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch_caches import BatchCaches
-from specdec_mlx.caches import Rollback, wait_for
+from specdec_mlx.caches import Rollback, leaves, wait_for
 from specdec_mlx.contracts import Draft, Drafter, all_drafters
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.exactness.recurrent_states import in_steps, padded
@@ -49,6 +49,9 @@ class BatchPasses(ABC):
 
     verifiers: list[Verifier] = field(default_factory=list, kw_only=True)
     is_together: ClassVar[bool]
+
+    def check(self, caches: Sequence[Any]) -> None:  # noqa: B027  # optional
+        """Raise ValueError for caches that a text cannot go on from."""
 
     @abstractmethod
     def add(self, verifier: Verifier) -> None:
@@ -91,6 +94,15 @@ class SharedPasses(BatchPasses):
     @property
     def num_bytes(self) -> int:
         return self.caches.num_bytes
+
+    def check(self, caches: Sequence[Any]) -> None:
+        if not self.caches.takes(caches):
+            kinds = sorted({type(cache).__name__ for cache in leaves(caches)})
+            raise ValueError(
+                f"prompt_caches holds {', '.join(kinds)}, which texts that are written together "
+                "cannot go on from. Give the max_kv_size or kv_bits of these caches, and the texts "
+                "are written one by one."
+            )
 
     def add(self, verifier: Verifier) -> None:
         alone = verifier.rollback

@@ -243,12 +243,14 @@ class BatchGeneration:
             prefill_stops=request.prefill_stops,
             prompt_progress_callback=request.prompt_progress_callback,
         )
+        caches, _ = split_cache(self.model, caches, options)
+        self.passes.check(caches)
         generation = assemble(
             self.model,
             request.prompt,
             drafting.drafter,
             options,
-            split_cache(self.model, caches, options)[0],
+            caches,
             length=self.length_of_text(drafting.num_draft_tokens),
             num_read=request.num_read,
             num_said=request.num_said,

@@ -364,7 +364,8 @@ def _about(cache: Any) -> tuple[type, list[Any] | None]:
     """The class of a cache, and the sizes of its contents, None if it is empty."""
     if isinstance(cache, ArraysCache):
         is_filled = all(slot is not None for slot in cache.cache)
-        return type(cache), [slot.shape[1:] for slot in cache.cache] if is_filled else None
+        # The second axis of a slot may grow with the text.
+        return type(cache), [slot.shape[2:] for slot in cache.cache] if is_filled else None
     keys: Any = getattr(cache, "keys", None)
     is_array = isinstance(keys, mx.array)
     sizes = [keys.shape[1], keys.shape[-1]] if is_array else None

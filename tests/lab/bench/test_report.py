@@ -141,7 +141,8 @@ def test_a_report_that_cannot_be_written_is_refused_before_it_is_measured(
 @pytest.mark.usefixtures("quick")
 def test_flags_of_other_benchmarks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A prompt of a file would name its kind, and a drafter may name a path."""
-    for flags in (["--temp", "1"], ["--drafter", "ngram"], ["--no-cost"], ["--draft-layers", "1"]):
+    alone = ["--temp", "1"], ["--drafter", "ngram"], ["--no-cost"], ["--draft-layers", "1"]
+    for flags in (*alone, ["--ties", "plain"], ["--draft-vocab", "off"]):
         assert main(["bench", "--report", "--model", "any", *flags]) == 2
         assert f"{flags[0]} and --report exclude each other" in capsys.readouterr().err
 

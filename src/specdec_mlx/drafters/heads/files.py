@@ -59,7 +59,11 @@ class HeadFiles:
         if folder.suffix == ".gguf":
             self.repository = str(folder.parent)
             self.folder = folder.parent if folder.parent.is_dir() else None
-            file = self._require(folder.name, "you named")
+            if (file := self.path(folder.name)) is None:
+                raise HeadError(
+                    f"There is no file {self.name}. Give the path of a GGUF file, or "
+                    "owner/repository/file.gguf."
+                )
             self.config, self.gguf = read_gguf(file)
             return
         if folder.is_file() and folder.suffix in (".safetensors", ".json"):

@@ -36,7 +36,13 @@ from specdec_mlx.server.protocols.replies import (
     server_sent,
     speculation,
 )
-from specdec_mlx.server.protocols.turns import THOUGHTS, as_result, as_text, parts_in
+from specdec_mlx.server.protocols.turns import (
+    THOUGHTS,
+    as_result,
+    as_text,
+    leave_out,
+    parts_in,
+)
 from specdec_mlx.server.requests import (
     REQUIRED,
     CallArguments,
@@ -109,6 +115,8 @@ def read(body: Object) -> ParsedBody:
                     f"tools: expected a function with a name, got {short_repr(content)}"
                 )
             request.tools.append(content)
+        else:
+            leave_out("tool", tool.type)
     choose_tool(request, fields.tool_choice)
     if request.tool_choice == REQUIRED and not request.tools:
         raise RequestError("tool_choice: required needs tools.")
