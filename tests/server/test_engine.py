@@ -38,7 +38,7 @@ from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.sequence import PromptReader
 from specdec_mlx.server import engine as engine_module
-from specdec_mlx.server import loading, models
+from specdec_mlx.server import loading, models, prompt_echo
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Models
@@ -724,6 +724,23 @@ def test_log_probabilities_are_the_tokens_own(folder: Path, engine: Engine) -> N
         assert math.isnan(echoed.logprobs[0].logprob)
         check([one.token for one in echoed.logprobs], echoed.logprobs)
     assert ask(engine, prompt=PROMPT, echo=True).text.startswith(PROMPT)
+
+
+def test_a_prompt_is_scored_no_further_for_a_client_that_left(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored, score = list[int](), prompt_echo.token_logprob
+
+    def leave(tokenizer: Any, token: int, *more: Any) -> Any:
+        scored.append(token)
+        for ticket in engine._tickets:
+            ticket.cancel()
+        return score(tokenizer, token, *more)
+
+    monkeypatch.setattr(prompt_echo, "token_logprob", leave)
+    with pytest.raises(ConnectionError):
+        ask(engine, prompt=PROMPT, echo=True, num_logprobs=1)
+    assert len(scored) == 1
 
 
 def test_num_tokens_is_that_of_the_prompt_for_any_thread(engine: Engine) -> None:

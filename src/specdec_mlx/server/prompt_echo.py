@@ -27,6 +27,7 @@ def echo_prompt(text: ServedText, step_size: int) -> TextPiece:
     entries = [TokenLogprob(tokens[0], token_bytes(tokenizer, tokens[0]), math.nan)]
     rows = _rows(text.loaded.model, tokens[:-1], min(step_size, MOST_ROWS))
     for token, row in zip(tokens[1:], rows, strict=True):
+        text.ticket.check()  # others wait meanwhile, but not for a client that has gone
         entries.append(token_logprob(tokenizer, token, row, request.num_logprobs))
     # The tokenizer adds this token. The client did not send it.
     has_bos = is_text and tokens[0] == tokenizer.bos_token_id
