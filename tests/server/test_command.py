@@ -207,7 +207,7 @@ def test_a_signal_ends_the_command_from_its_first_import_to_its_last_line(
 POISON = "raise SystemExit('{name} was imported')"
 WRONG = {
     "--no-such-flag": "unrecognized arguments: --no-such-flag",
-    "--port x": "invalid int value: 'x'",
+    "--port x": "--port: 'x': expected an int from 0 to 65535.",
     "--temp -1": "argument --temp: '-1'",
     "--top-p nan": "argument --top-p: 'nan'",
     "--drafter eagle": "Unknown drafter 'eagle'",
@@ -285,6 +285,16 @@ def test_the_log_has_the_address_and_a_line_for_each_request(
     assert re.fullmatch(
         r"1 tokens read, [1-9]\d* reused, 5 written, [\d.]+ a pass, [\d.]+ s", second
     )
+
+
+def test_a_name_writes_no_line_of_its_own_into_the_log(folder: Path) -> None:
+    (port,) = free_ports(1)
+    with started("--model", str(folder), "--port", str(port), "--no-tuning") as server:
+        with posted(port, server, MANY | {"model": "\x1b[2J\nForged"}) as connection:
+            connection.recv(4096)
+        assert server.stdout is not None
+        line = next(line for line in server.stdout if b"hung up" in line)
+    assert rb"INFO - \x1b[2J\nForged: client hung up" in line
 
 
 def test_a_port_that_is_taken_is_named_before_the_model_loads() -> None:

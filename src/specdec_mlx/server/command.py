@@ -54,7 +54,9 @@ def run(arguments: Sequence[str]) -> None:
             from specdec_mlx.server.flags import parse_flags, settings_of
 
             parser, flags = parse_flags(arguments)
-            logging.basicConfig(level=flags.log_level, format=LOG)
+            to_terminal = logging.StreamHandler()
+            to_terminal.addFilter(keep_on_one_line)
+            logging.basicConfig(level=flags.log_level, format=LOG, handlers=[to_terminal])
             listener = None
             if not any(name in os.environ for name in RANK_VARIABLES):
                 listener = stack.enter_context(closing(bound(flags.host, flags.port)))
@@ -69,6 +71,17 @@ def run(arguments: Sequence[str]) -> None:
         except PortError as error:
             print(f"specdec-mlx server: {error}", file=sys.stderr)
             raise SystemExit(1) from None
+
+
+def keep_on_one_line(record: logging.LogRecord) -> bool:
+    """Write the line ends and terminal escapes of a message as text. True: the record is logged.
+
+    Clients choose names in messages, and could add lines of their own.
+    """
+    message = record.getMessage()
+    record.msg = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
+    record.args = None
+    return True
 
 
 def serve(
