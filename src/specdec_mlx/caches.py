@@ -534,7 +534,7 @@ _unusable: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 def mark_unusable(caches: Sequence[Any], reason: str) -> None:
     for cache in leaves(caches):
         with suppress(TypeError):  # a class with slots may not allow weak references
-            _unusable[cache] = reason
+            _unusable.setdefault(cache, reason)
 
 
 OTHER_THREAD = (

@@ -25,7 +25,7 @@ import mlx.nn as nn
 from jaxtyping import Float
 
 from specdec_mlx.arguments import argument_error, check_names
-from specdec_mlx.caches import Rollback, note_other_thread
+from specdec_mlx.caches import Rollback, mark_unusable, note_other_thread
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
@@ -191,6 +191,7 @@ class Generation:
     is_pipelined: bool = True
     hit_rate: float = FIRST_HIT_RATE
     has_begun: bool = False
+    has_ended: bool = False
     is_prefilled: bool = False
     failure: Exception | None = None
     fed_from: int = 0
@@ -253,7 +254,12 @@ class Generation:
             note_other_thread(error)
             raise
         finally:
-            self.finish()
+            try:
+                self.finish()
+            finally:
+                # Ctrl-C may come before the caches are in order.
+                if not self.has_ended:
+                    mark_unusable(self.target.rollback.caches, "a generation was interrupted.")
 
     def prefill(self) -> None:
         """Feed the prompt except for its last token, in chunks."""
@@ -456,11 +462,15 @@ class Generation:
             # Tokens that were generated and not handed out leave the caches as well.
             end = sequence.end if self.is_prefilled else sequence.num_history
             close_all(
-                lambda: bring_caches_to(end, self.target, caches, self.feed),
+                lambda: self.end_caches(end, caches),
                 lambda: remember(caches if sequence.has_prompt else None, sequence.tokens[:end]),
                 lambda: self.show_last(features, end),
                 lambda: self.drafting.close(end),
             )
+
+    def end_caches(self, end: int, caches: list[Any] | None) -> None:
+        bring_caches_to(end, self.target, caches, self.feed)
+        self.has_ended = True
 
     def show_last(self, features: FeatureFeed | None, end: int) -> None:
         # A drafter that keeps its state goes on behind the row of the last token.

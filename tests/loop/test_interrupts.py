@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import scripted
 import specdec_mlx as sd
 import tiny
+from specdec_mlx import loop
 from specdec_mlx.caches import STRATEGIES, Trim, check_usable
 from specdec_mlx.mlx_lm_plugin.commands import terminated_as_interrupted
 
@@ -108,3 +109,21 @@ def test_a_command_that_is_terminated_cleans_up_first() -> None:
     with terminated_as_interrupted():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     signal.signal(signal.SIGTERM, before)
+
+
+def test_an_interrupt_before_the_caches_are_in_order_has_them_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last token was handed out, and is not in the caches yet."""
+
+    def interrupted(*closings: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = tiny.build("llama")
+    caches = make_prompt_cache(model)
+    monkeypatch.setattr(loop, "close_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(sd.speculate(model, PROMPT, max_tokens=4, prompt_cache=caches))
+    monkeypatch.undo()
+    with pytest.raises(sd.errors.CacheRollbackError, match="a generation was interrupted"):
+        sd.speculate(model, [9], prompt_cache=caches)
