@@ -58,7 +58,7 @@ TOKENS = {
     "core": 23_610,
     "library": 145_400,
     "lab": 75_640,
-    "server": 44_900,
+    "server": 44_960,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
