@@ -61,7 +61,7 @@ TABLE = [
     ("eagle1", "gemma3_text"),
     ("dflash", "llama"),
 ]
-TABLE += [("model", "gpt_oss"), ("mtp", "deepseek_v3")]
+TABLE += [("model", "gpt_oss"), ("model", "deepseek_v32"), ("mtp", "deepseek_v3")]
 """Every kind of head and every kind of caches: neither knows the other."""
 
 

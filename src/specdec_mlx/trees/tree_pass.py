@@ -119,7 +119,9 @@ def view_class(kind: type) -> type:
         # mlx-lm keeps at most size - 1 old positions in a pass over several positions.
         num_past = self.offset if size is None else min(self.offset, size - 1)
         past = mx.arange(self.offset - num_past, self.offset)
-        return self.rows.mask(self.offset, past, options.get("window_size") or size)  # type: ignore[no-any-return]
+        mask: mx.array = self.rows.mask(self.offset, past, options.get("window_size") or size)
+        # DeepSeek V3.2 picks columns out of the mask of a single row, by four dimensions.
+        return mask[None, None] if N == 1 else mask
 
     def mask_of_window(self: Any, N: int, **options: Any) -> mx.array:
         past = self.positions(N)[:-N]
