@@ -55,8 +55,8 @@ CORE = tuple(
 """What one call passes through: who has read it understands the whole."""
 
 TOKENS = {
-    "core": 23_680,
-    "library": 145_470,
+    "core": 23_700,
+    "library": 145_500,
     "lab": 75_640,
     "server": 44_960,
 }

@@ -37,7 +37,7 @@ from specdec_mlx.contracts import (
     RoundRecord,
 )
 from specdec_mlx.draft_length.drafting import Drafting
-from specdec_mlx.draft_length.store import tuning_with
+from specdec_mlx.draft_length.store import tuning_for, tuning_with
 from specdec_mlx.draft_length.value import DraftLength, make_draft_length
 from specdec_mlx.duck_typed import as_drafter
 from specdec_mlx.kernels import Kernels
@@ -684,7 +684,10 @@ def assemble(
     if drafter is not None:
         drafter.check(context)
     if length is None:
-        tuning = tuning_with(model, target.kernels, options.tuning)
+        tuning = options.tuning
+        if tuning is None:
+            kernels = target.kernels
+            tuning = tuning_for(model) if kernels is None else tuning_with(model, kernels)
         length = make_draft_length(options.num_draft_tokens, tuning)
     sequence = SequenceState(
         prompt,

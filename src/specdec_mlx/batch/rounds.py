@@ -100,7 +100,8 @@ class BatchGeneration:
 
     @property
     def tuning(self) -> Tuning:
-        return tuning_with(self.model, self.kernels, self.options.tuning)
+        chosen = self.options.tuning
+        return tuning_with(self.model, self.kernels) if chosen is None else chosen
 
     def make_passes(self) -> BatchPasses:
         with mx.stream(self.options.stream):

@@ -221,10 +221,8 @@ tuning_for = PerModel(Tuning.for_model)
 _with_kernels: PerModel[dict[str, Tuning]] = PerModel(lambda model: {})
 
 
-def tuning_with(model: nn.Module, kernels: Kernels | None, chosen: Tuning | None = None) -> Tuning:
-    """The chosen tuning, or that of a loaded model whose wide passes use these kernels."""
-    if chosen is not None:
-        return chosen
+def tuning_with(model: nn.Module, kernels: Kernels | None) -> Tuning:
+    """The tuning of a loaded model whose passes over several rows use these kernels."""
     if kernels is None:
         return tuning_for(model)
     tunings = _with_kernels(model)

@@ -552,7 +552,8 @@ def test_a_head_learns_from_each_text_and_stays_lossless(
     [
         (["--texts", "missing.txt"], "there is no file"),
         (["--window", "4000"], "too short for a window of 4000"),
-        (["--temps", "-1"], "expected temperatures of at least 0"),
+        (["--temps", "-1"], "--temps: '-1': expected a number >= 0."),
+        (["--temps", "1e40"], "expected a finite number >= 0: 0 for greedy"),
         (["--loss", "js"], "'js' is none of forward-kl"),
         (["--minutes", "0"], "expected an int >= 1"),
         (["--prompts", __file__], "not allowed with argument"),

@@ -8,12 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from specdec_mlx import sampling
 from specdec_mlx.arguments import argument, checked, existing_file, number
 from specdec_mlx.lab.training.fitting import LOSSES, Updates
 from specdec_mlx.lab.training.run import Data, Plan, train
 from specdec_mlx.lab.training.trainees import KINDS, TYPES, Size
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.sampling import is_temp
 
 PROMPTS = "what the target answers: a question a line, or .jsonl with turns, messages or prompt"
 TEXTS = "a document each, or .jsonl in mlx-lm's formats for fine-tuning"
@@ -101,8 +101,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 def _temps(text: str) -> tuple[float, ...]:
     temps = tuple(map(number(float, 0), text.split(",")))
-    if not all(map(is_temp, temps)):
-        raise ValueError(f"{text!r}: expected temperatures of at least 0, such as 1,0.5.")
+    if not all(map(sampling.is_temp, temps)):
+        raise ValueError(f"{text!r}: expected {sampling.TEMPS}; several as in 1,0.5.")
     return temps
 
 
