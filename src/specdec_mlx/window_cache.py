@@ -66,7 +66,9 @@ class WindowCache(KVCache):  # type: ignore[misc]
         keys = self.positions(N)
         back = mx.arange(self.offset, self.offset + N)[:, None] - keys
         seen = (back >= 0) & ((back < self.window) | (keys < self.sinks))
-        return seen if window_size is None else seen & (back < window_size)
+        if window_size is not None:
+            seen &= back < window_size
+        return seen[None, None]  # see `trees.tree_pass.view_class`
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         num_dropped = self._num_lost_next - self.num_lost

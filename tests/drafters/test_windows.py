@@ -196,6 +196,19 @@ def test_a_draft_model_sees_its_window_alone() -> None:
     assert to_list(whole.tokens) != to_list(limited.tokens)
 
 
+@pytest.mark.parametrize("branches", [1, 3])
+def test_a_draft_model_that_chooses_positions_has_a_window(branches: int) -> None:
+    """DeepSeek V3.2 reads columns of a single row's mask once the text is long."""
+    target, draft = (tiny.build("deepseek_v32", seed=seed) for seed in (0, 5))
+    text = [t % 90 for t in TEXT[:40]]
+    drafting = sd.ModelDrafter(draft, window=24, branches=branches)
+    plain_text, drafted = (
+        [t.token for t in sd.speculate(target, text, one, max_tokens=12, num_draft_tokens=4)]
+        for one in (None, drafting)
+    )
+    assert drafted == plain_text
+
+
 def test_a_window_is_part_of_the_key_and_wrong_ones_are_refused() -> None:
     model = tiny.build("qwen2")
     keys = {sd.ModelDrafter(model, window=window).key for window in (None, 8, 9)}

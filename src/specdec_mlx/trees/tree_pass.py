@@ -120,15 +120,14 @@ def view_class(kind: type) -> type:
         num_past = self.offset if size is None else min(self.offset, size - 1)
         past = mx.arange(self.offset - num_past, self.offset)
         mask: mx.array = self.rows.mask(self.offset, past, options.get("window_size") or size)
-        # DeepSeek V3.2 picks columns out of the mask of a single row, by four dimensions.
-        return mask[None, None] if N == 1 else mask
+        return mask[None, None]  # as mlx-lm's batches have it; DeepSeek V3.2 needs all dimensions
 
     def mask_of_window(self: Any, N: int, **options: Any) -> mx.array:
         past = self.positions(N)[:-N]
         mask: mx.array = self.rows.mask(self.offset, past, self.window, self.sinks)
         if (size := options.get("window_size")) is not None:
             mask = mask & self.rows.mask(self.offset, past, size)
-        return mask
+        return mask[None, None]
 
     if kind is WindowCache:
         make_mask = mask_of_window

@@ -176,7 +176,7 @@ class Exit(nn.Module):  # type: ignore[misc]
             rows = keys[:, 0]
         # Places of each window, counted from 1. 0 is before the text.
         if isinstance(mask, mx.array):  # in a tree, each row's path
-            mask = mask.reshape(mask.shape[-2:])  # a single row's has four dimensions
+            mask = mask.reshape(mask.shape[-2:])  # of a single text
             seen = mx.where(mask, mx.arange(1, rows.shape[1] + 1), 0)
             places = mx.sort(seen, axis=-1)[:, -self.window :]
             missing = self.window - places.shape[1]
