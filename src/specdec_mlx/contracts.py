@@ -358,7 +358,7 @@ class Session(ABC):
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         """Continue the text and `tokens`, which may not come. Note nothing of these tokens."""
-        raise NotImplementedError
+        raise NotImplementedError  # `looks_ahead` says who can be called
 
     @property
     def looks_ahead(self) -> bool:

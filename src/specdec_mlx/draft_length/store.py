@@ -239,7 +239,7 @@ def kept_tuning(
     if mx.distributed.init().rank() > 0:  # the first rank decides for all ranks
         yield
         return
-    path, source = tuning_path(name, adapter, kernels), "specdec-mlx: draft_length=auto"
+    path, source = tuning_path(name, adapter, kernels), "specdec-mlx: num_draft_tokens=auto"
     try:
         if path.exists():
             loaded = Tuning.load(path, model, kernels)

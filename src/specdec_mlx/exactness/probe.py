@@ -249,12 +249,13 @@ def can_hold_rows(model: nn.Module) -> bool:
     """True if rows of several texts give the logits of each text alone. Warns if not."""
     rows = BatchCaches.like(make_prompt_cache(model))
     reason = "its caches cannot be held in rows"
-    if rows is not None:
+    if chooses_blocks(model):
+        reason = "it attends to blocks of positions, which padding shifts"
+    elif rows is not None:
         try:
             with in_steps(model, max(TEXT_WIDTHS)):
                 report = _texts_report(model, rows)
-                is_right = is_rounding(model, report.max_difference, report.spread)
-                if is_right and not chooses_blocks(model):
+                if is_rounding(model, report.max_difference, report.spread):
                     return True
             reason = "its texts differ from what they are alone"
         except Exception as error:

@@ -319,7 +319,7 @@ def _hydra(source: HeadSource) -> Head:
     layer = None
     if files.config.get("hydra_head_arch") == "prefix-mlp":
         # The file does not say the sizes of this layer, which are the target's.
-        modules: Iterator[Any] = (known() for known in anatomy.modules)
+        modules: Iterator[Any] = (reference() for reference in anatomy.modules)
         layer = vars(next(part.args for part in modules if hasattr(part, "args")))
     return Hydra(len(heads), places, source.rows("lm_heads.0.weight"), anatomy, layer)
 
